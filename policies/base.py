@@ -1,0 +1,126 @@
+"""The policy contract: every family (pi0, GR00T, tokens) is an `nn.Module` with these methods.
+
+Shape legend (used by all files of `policies/`):
+    B  batch;  V  views;  H, W  pixels;  C  actions per chunk;  A  action dimensions the model works in
+    (padded);  S  state dimensions;  L  prompt tokens;  P  prefix tokens;  K  denoise steps kept;  M  model width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vla_rl.conventions import Conventions
+from vla_rl.episode import VIEWS, Observation
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What a policy expects and gives; saved with the weights and compared with the env's spec."""
+
+    chunk_length: int
+    """C: actions it predicts."""
+    executed_horizon: int
+    """How many of them are executed before it looks again; at most `chunk_length`."""
+    views: tuple[str, ...] = VIEWS
+    """Views it looks at, in the order in which it reads them."""
+    resolution: int = 128
+    """Pixels at which its observations were rendered in training (it resizes to its own input size itself)."""
+    conventions: Conventions = Conventions()
+    """Orientation, rotation form, gripper sign, control rate."""
+
+
+@dataclass
+class Batch:
+    """The only input of a policy: what `preprocess` makes of observations. Tensors of one device."""
+
+    images_BVCHW: Tensor
+    """float32[B, V, 3, H, W] in [-1, 1]. (The C of this name is the colour channel, 3.)"""
+    state_BS: Tensor
+    """float32[B, S], normalised."""
+    tokens_BL: Tensor
+    """int64[B, L], padded prompt (with the discretised state, for families that write it there)."""
+    token_mask_BL: Tensor
+    """bool[B, L]: real tokens."""
+    actions_BCA: Tensor | None = None
+    """float32[B, C, A], normalised and padded targets; only in training."""
+    action_mask_BC: Tensor | None = None
+    """bool[B, C]: real (not padded) actions; only in training."""
+    weight_B: Tensor | None = None
+    """float32[B]: weight of each sample in the loss; None means 1."""
+
+    def __len__(self) -> int:
+        return len(self.state_BS)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
+
+    def select(self, index: Tensor | slice) -> Batch:
+        """The rows `index` of every tensor."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: value[index] for name, value in values.items() if isinstance(value, Tensor)})
+
+
+class LossSums(NamedTuple):
+    """A loss as sums, so that the divisor can be global over micro-batches and ranks."""
+
+    loss_sum: Tensor
+    """Scalar with gradient: the sum of the weighted element losses."""
+    count: Tensor
+    """Scalar without gradient: the sum of the weights; loss = sum / count."""
+    metrics: dict[str, Tensor]
+    """Further sums (no gradient), each to be divided by the same count."""
+
+
+@dataclass
+class PolicyOutput:
+    """What `act` answers for a batch."""
+
+    actions_BCA: Tensor
+    """float32[B, C, A], normalised model space, unclipped; `postprocess` turns them into env actions."""
+    x_t_BKCA: Tensor | None = None
+    """The stochastic denoise transitions, for learners; None when sampled deterministically."""
+    x_next_BKCA: Tensor | None = None
+    denoise_index_BK: Tensor | None = None
+    log_prob_BC: Tensor | None = None
+    """float32[B, C], summed over the real action dimensions."""
+    value_B: Tensor | None = None
+
+
+class Policy(Protocol):
+    """What the rest of the system calls. Implementations are `nn.Module`s; see `policies/pi0/policy.py`."""
+
+    spec: PolicySpec
+
+    def preprocess(
+        self,
+        observations: Sequence[Observation],
+        actions_BCA: np.ndarray | None = None,
+        action_mask_BC: np.ndarray | None = None,
+    ) -> Batch:
+        """The only way in: resize, normalise, tokenize. `actions_BCA` (env units, 7 dims) only in training.
+
+        Raises ProcessorError naming the feature and dimension for a missing view, a wrong shape, a wrong dtype,
+        and for observations that carry privileged information.
+        """
+        ...
+
+    def postprocess(self, actions_BCA: Tensor) -> np.ndarray:
+        """The only way out: float32[B, C, 7] in environment units, clipped to [-1, 1]."""
+        ...
+
+    def act(self, batch: Batch, noise_seeds: Sequence[int]) -> PolicyOutput:
+        """Sample a chunk per row; row b's noise comes from `noise_seeds[b]` alone, whatever the batch."""
+        ...
+
+    def sft_loss(self, batch: Batch, noise_seeds: Sequence[int]) -> LossSums:
+        """The supervised loss; row b's noise and time come from `noise_seeds[b]` alone."""
+        ...
+
