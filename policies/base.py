@@ -8,15 +8,14 @@ Shape legend (used by all files of `policies/`):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vla_rl.conventions import Conventions
-from vla_rl.episode import VIEWS, Observation
+from vla_rl.episode import VIEWS, Bool, Float32, Observation
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class PolicySpec:
     """Views it looks at, in the order in which it reads them."""
     resolution: int = 128
     """Pixels at which its observations were rendered in training (it resizes to its own input size itself)."""
-    conventions: Conventions = Conventions()
+    conventions: Conventions = field(default_factory=Conventions)
     """Orientation, rotation form, gripper sign, control rate."""
 
 
@@ -68,7 +67,8 @@ class Batch:
         return replace(self, **{name: value[index] for name, value in values.items() if isinstance(value, Tensor)})
 
 
-class LossSums(NamedTuple):
+@dataclass(frozen=True)
+class LossSums:
     """A loss as sums, so that the divisor can be global over micro-batches and ranks."""
 
     loss_sum: Tensor
@@ -102,8 +102,8 @@ class Policy(Protocol):
     def preprocess(
         self,
         observations: Sequence[Observation],
-        actions_BCA: np.ndarray | None = None,
-        action_mask_BC: np.ndarray | None = None,
+        actions_BCA: Float32 | None = None,
+        action_mask_BC: Bool | None = None,
     ) -> Batch:
         """The only way in: resize, normalise, tokenize. `actions_BCA` (env units, 7 dims) only in training.
 
@@ -112,7 +112,7 @@ class Policy(Protocol):
         """
         ...
 
-    def postprocess(self, actions_BCA: Tensor) -> np.ndarray:
+    def postprocess(self, actions_BCA: Tensor) -> Float32:
         """The only way out: float32[B, C, 7] in environment units, clipped to [-1, 1]."""
         ...
 
@@ -123,4 +123,3 @@ class Policy(Protocol):
     def sft_loss(self, batch: Batch, noise_seeds: Sequence[int]) -> LossSums:
         """The supervised loss; row b's noise and time come from `noise_seeds[b]` alone."""
         ...
-

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from vla_rl.conventions import Conventions, Orientation, PromptSource
-from vla_rl.episode import ActionChunk, EpisodeSpec, Observation
+from vla_rl.episode import ActionChunk, EpisodeSpec, Float32, Float64, Observation
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,9 @@ class ResetReply:
     env: int
     spec: EpisodeSpec
     observation: Observation
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """JSON values of this scene: fixture poses, sha256 of the initial state, number of placement retries."""
-    timing: Mapping[str, float] = field(default_factory=dict)
+    timing: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds: `reset`, `settle`, `physics`, `render`."""
 
 
@@ -82,9 +80,9 @@ class ChunkReply:
     env: int
     observation: Observation
     """After the last executed action, with the views of `Look.views` (both views when truncated)."""
-    executed_EA: np.ndarray
+    executed_EA: Float32
     """float32[E, 7] as executed (clipped to [-1, 1])."""
-    reward_E: np.ndarray
+    reward_E: Float32
     """float32[E]: 1.0 where the goal holds after the action."""
     success: bool
     terminated: bool
@@ -93,13 +91,13 @@ class ChunkReply:
     """The time limit ended the episode."""
     preempted: bool = False
     """The chunk was cut short by `preempt`."""
-    frames: Mapping[int, Observation] = field(default_factory=dict)
+    frames: Mapping[int, Observation] = field(default_factory=dict[int, Observation])
     """Control step t -> observation before action t, for the steps of this chunk that `Look.record_every` asks for."""
-    sim_states_ED: np.ndarray | None = None
+    sim_states_ED: Float64 | None = None
     """float64[E, D] before each action, if `Look.record_states`."""
-    robot_states_ER: np.ndarray | None = None
+    robot_states_ER: Float64 | None = None
     """float64[E, 16] before each action, if `Look.record_states`."""
-    timing: Mapping[str, float] = field(default_factory=dict)
+    timing: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds: `physics`, `render`, `step` (all of it, as the worker saw it)."""
 
 
@@ -129,7 +127,7 @@ class Env(Protocol):
         """
         ...
 
-    def step_chunk(self, actions_CA: np.ndarray) -> ChunkReply:
+    def step_chunk(self, actions_CA: Float32) -> ChunkReply:
         """Execute actions until the chunk, the episode or the time limit ends, or `preempt_requested()` says so.
 
         Raises EpisodeOver when the episode has ended or none was started.

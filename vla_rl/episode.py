@@ -20,6 +20,13 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+UInt8 = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
 
 VIEW_AGENT = "image"
 """The third-person camera (`agentview`); LeRobot's key is `observation.images.image`."""
@@ -150,13 +157,13 @@ def noise_seed(spec: EpisodeSpec, chunk_index: int, stream: str = "policy") -> i
 class Observation:
     """What an actor sees before it acts."""
 
-    images: Mapping[str, np.ndarray]
+    images: Mapping[str, UInt8]
     """View name -> uint8[H, W, 3], RGB, in the orientation of the environment's conventions; empty if nobody looks."""
-    state: np.ndarray
+    state: Float32
     """float32[8], see `STATE_DIM`; shares the images' (lagged) substep."""
     prompt: str
     """The instruction."""
-    privileged: Mapping[str, np.ndarray] = field(default_factory=dict)
+    privileged: Mapping[str, Float64] = field(default_factory=dict[str, Float64])
     """float64 simulator truth (object poses ...) for actors that declare they need it; processors of policies refuse it."""
 
 
@@ -164,13 +171,13 @@ class Observation:
 class FlowRecord:
     """What a learner needs to recompute the log-probability of a sampled chunk (normalised model space)."""
 
-    x_t: np.ndarray
+    x_t: Float32
     """float32[K, C, A']: the states of the stochastic denoise transitions (K = 1, or the whole chain)."""
-    x_next: np.ndarray
+    x_next: Float32
     """float32[K, C, A']: where each transition went, unclipped."""
-    denoise_index: np.ndarray
+    denoise_index: Int64
     """int64[K]: which denoise steps these are."""
-    log_prob_C: np.ndarray
+    log_prob_C: Float32
     """float32[C]: per action, summed over the real action dimensions."""
 
 
@@ -178,9 +185,9 @@ class FlowRecord:
 class ActionChunk:
     """What an actor proposes."""
 
-    actions_CA: np.ndarray
+    actions_CA: Float32
     """float32[C, 7], environment units."""
-    labels_CA: np.ndarray | None = None
+    labels_CA: Float32 | None = None
     """float32[C, 7]: the clean intention, where it differs from the action (a noisy expert)."""
     record: FlowRecord | None = None
     """For learning."""
@@ -210,13 +217,13 @@ class ChunkStep:
     observation: Observation
     """Before the chunk's first action."""
     proposed: ActionChunk
-    executed_EA: np.ndarray
+    executed_EA: Float32
     """float32[E, 7]: what the environment executed."""
-    labels_EA: np.ndarray
+    labels_EA: Float32
     """float32[E, 7]: the clean intention; equal to `executed_EA` where the actor gave none."""
-    reward_E: np.ndarray
+    reward_E: Float32
     """float32[E]: after each action; 1 where the goal holds."""
-    intervention_E: np.ndarray
+    intervention_E: Bool
     """bool[E]: a person acted."""
     success: bool
     """The goal held after the last executed action."""
@@ -224,13 +231,13 @@ class ChunkStep:
     """The episode ended by success."""
     truncated: bool
     """The episode ended by the time limit: a value bootstraps across it."""
-    timing: Mapping[str, float] = field(default_factory=dict)
+    timing: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds by part: `physics`, `render`, `wait`, ..."""
-    frames: Mapping[int, Observation] = field(default_factory=dict)
+    frames: Mapping[int, Observation] = field(default_factory=dict[int, Observation])
     """Control step t -> observation before action t, for the steps a recorder asked for."""
-    sim_states_ED: np.ndarray | None = None
+    sim_states_ED: Float64 | None = None
     """float64[E, D] before each action: `[time, qpos, qvel]`, not lagged; only when recording."""
-    robot_states_ER: np.ndarray | None = None
+    robot_states_ER: Float64 | None = None
     """float64[E, 16] before each action, see `ROBOT_STATE_DIM`; only when recording."""
 
 
@@ -245,7 +252,7 @@ class Episode:
     outcome: Outcome
     reason: str = ""
     """Why it ended: `predicate`, `time limit`, `actor finished`, `operator`, or the fault's text."""
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Versions, conventions, renderer, packaging, fixture poses: see `sim` and `telemetry`."""
     wall_s: float = 0.0
     """Wall time from reset to end (s)."""
@@ -260,11 +267,11 @@ class Episode:
         """Executed control steps."""
         return sum(len(step.executed_EA) for step in self.steps)
 
-    def actions_NA(self) -> np.ndarray:
+    def actions_NA(self) -> Float32:
         """float32[N, 7]: all executed actions."""
         return _concatenate([step.executed_EA for step in self.steps], ACTION_DIM)
 
-    def labels_NA(self) -> np.ndarray:
+    def labels_NA(self) -> Float32:
         """float32[N, 7]: all clean intentions."""
         return _concatenate([step.labels_EA for step in self.steps], ACTION_DIM)
 
@@ -273,5 +280,5 @@ class Episode:
         return {t: frame for step in self.steps for t, frame in step.frames.items()}
 
 
-def _concatenate(parts: Sequence[np.ndarray], width: int) -> np.ndarray:
+def _concatenate(parts: Sequence[Float32], width: int) -> Float32:
     return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)

@@ -1,0 +1,100 @@
+"""Files that survive a crash: atomic writes, append-only JSON lines, and reading them back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success fsync it and rename it to `path`, on an exception remove it.
+
+    A reader sees the old file or the whole new one, also after `kill -9` or a power cut.
+    Raises OSError (disk full, permissions) with the old file untouched.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        _fsync(temporary)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=1, default=_plain) + "\n")
+
+
+def append_jsonl(path: str | Path, row: Mapping[str, Any]) -> None:
+    """Append one row with a single write, so that concurrent appenders never interleave inside a line.
+
+    If the file's last line was cut by a crash, the rest of it is removed first: otherwise the new row would be glued to it.
+    """
+    line = json.dumps(row, default=_plain) + "\n"
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        if (end := file.seek(0, os.SEEK_END)) and not _ends_whole(file, end):
+            _drop_cut_line(file, end)
+        file.write(line.encode())
+
+
+def _ends_whole(file: Any, end: int) -> bool:
+    file.seek(end - 1)
+    return file.read(1) == b"\n"
+
+
+def _drop_cut_line(file: Any, end: int) -> None:
+    file.seek(0)
+    content = file.read(end)
+    file.truncate(content.rfind(b"\n") + 1)
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """All whole rows; a last line that a crash cut is dropped. A missing file has no rows.
+
+    Raises ValueError naming the line for a damaged line that is not the last one.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: line {number} is not JSON ({error}); delete that line or restore the file") from error
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """JSON values for what numpy, paths and enums bring along."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")

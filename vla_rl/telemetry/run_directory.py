@@ -1,0 +1,84 @@
+"""A run directory: the resolved recipe, the environment, metrics, spans, checkpoints and videos of one run.
+
+config.yaml  environment.json  metrics.jsonl  spans.jsonl  episodes.jsonl  videos/  checkpoints/  report.html
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vla_rl.config import ConfigError, difference, to_plain
+from vla_rl.telemetry.environment import environment
+from vla_rl.telemetry.files import append_jsonl, write_json, write_text
+
+FREE_TO_CHANGE = ("run_dir", "show_progress")
+"""Top-level recipe fields that do not make a run another run."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run, and appending to its logs."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path, config: Any) -> RunDirectory:
+        """Create the directory of a recipe, or reopen it to resume.
+
+        Writes `config.yaml` (resolved) and `environment.json`. Raises ConfigError naming every differing key
+        if the directory holds a run of another recipe.
+        """
+        run = cls(Path(path))
+        resolved = to_plain(config)
+        config_file = run.path / "config.yaml"
+        if config_file.exists():
+            _require_same(run.path, yaml.safe_load(config_file.read_text()), resolved)
+        else:
+            write_text(config_file, yaml.safe_dump(resolved, sort_keys=False))
+        write_json(run.path / "environment.json", environment())
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """`checkpoints/step_N/`, `checkpoints/last`."""
+        return self.path / "checkpoints"
+
+    @property
+    def videos(self) -> Path:
+        """Videos of episodes."""
+        return self.path / "videos"
+
+    @property
+    def episodes_file(self) -> Path:
+        """One row per episode."""
+        return self.path / "episodes.jsonl"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One row per update or step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def spans_file(self) -> Path:
+        """One row per span of wall time."""
+        return self.path / "spans.jsonl"
+
+    def metrics(self, row: Mapping[str, Any]) -> None:
+        """Append one row to `metrics.jsonl`, with the wall-clock `time` (s since 1970)."""
+        append_jsonl(self.metrics_file, {"time": time.time(), **row})
+
+
+def _require_same(path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    unlike = [line for line in difference(recorded, wanted) if line.split(":")[0] not in FREE_TO_CHANGE]
+    if unlike:
+        raise ConfigError(
+            f"{path} holds a run of another recipe (recorded -> now):\n  "
+            + "\n  ".join(unlike)
+            + "\nUse another run_dir, or the recorded recipe."
+        )

@@ -1,0 +1,125 @@
+"""Nested spans of wall time: one JSON line each, and shares of a step's time.
+
+A span is a named `with` block. Spans of one thread nest; a *leaf* is a span without spans inside it.
+What a parent's leaves do not cover is `unaccounted`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vla_rl.telemetry.files import append_jsonl
+
+
+@dataclass
+class _Open:
+    name: str
+    start_s: float
+    children: int = 0
+
+
+class SpanLog:
+    """Collects the spans of this process and, if given a path, appends each to a JSONL file when it ends."""
+
+    def __init__(self, path: Path | None, role: str) -> None:
+        self.path = path
+        self.role = role
+        self.rows: list[dict[str, Any]] = []
+        self._threads = threading.local()
+
+    def stack(self) -> list[_Open]:
+        """The open spans of the calling thread, outermost first."""
+        if not hasattr(self._threads, "stack"):
+            self._threads.stack = []
+        return self._threads.stack
+
+    def close_span(self, entry: _Open, depth: int, duration_s: float) -> None:
+        """Record one ended span."""
+        row = {
+            "name": entry.name,
+            "start": entry.start_s,
+            "s": duration_s,
+            "depth": depth,
+            "leaf": entry.children == 0,
+            "thread": threading.current_thread().name,
+            "role": self.role,
+            "pid": os.getpid(),
+        }
+        self.rows.append(row)
+        if self.path is not None:
+            append_jsonl(self.path, row)
+
+
+_log: SpanLog | None = None
+
+
+def open_span_log(path: Path | None, role: str = "driver") -> SpanLog:
+    """Make `span` record from now on, in this process. Returns the log; the previous one, if any, is replaced."""
+    global _log
+    _log = SpanLog(path, role)
+    return _log
+
+
+def close_span_log() -> None:
+    """Make `span` do nothing again."""
+    global _log
+    _log = None
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Time a block under `name`. Costs nothing while no log is open."""
+    log = _log
+    if log is None:
+        yield
+        return
+    stack = log.stack()
+    if stack:
+        stack[-1].children += 1
+    entry = _Open(name, time.time())
+    started = time.perf_counter()
+    stack.append(entry)
+    try:
+        yield
+    finally:
+        stack.pop()
+        log.close_span(entry, len(stack), time.perf_counter() - started)
+
+
+def add_span(name: str, duration_s: float) -> None:
+    """Record time measured elsewhere (a worker's render, say) as a leaf ending now, inside the open span."""
+    log = _log
+    if log is None:
+        return
+    stack = log.stack()
+    if stack:
+        stack[-1].children += 1
+    log.close_span(_Open(name, time.time() - duration_s), len(stack), duration_s)
+
+
+def leaf_shares(rows: Iterable[Mapping[str, Any]], root: str) -> dict[str, float]:
+    """Share of the `root` spans' wall time by leaf name, largest first, with `unaccounted` (all sums to 1).
+
+    Looks at the thread in which the roots ran; leaves of other threads overlap and have no share of the step.
+    """
+    rows = list(rows)
+    roots = [row for row in rows if row["name"] == root]
+    total = sum(row["s"] for row in roots)
+    if not total:
+        return {}
+    lanes = {(row["pid"], row["thread"]) for row in roots}
+    seconds: dict[str, float] = defaultdict(float)
+    for row in rows:
+        inside = row["leaf"] and row["name"] != root and (row["pid"], row["thread"]) in lanes
+        if inside and any(r["start"] - 1e-3 <= row["start"] <= r["start"] + r["s"] for r in roots):
+            seconds[row["name"]] += row["s"]
+    shares = {name: value / total for name, value in sorted(seconds.items(), key=lambda item: -item[1])}
+    return shares | {"unaccounted": 1.0 - sum(shares.values())}
