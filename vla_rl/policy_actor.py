@@ -1,0 +1,149 @@
+"""A neural policy as an actor: batches what was submitted and answers from its own thread.
+
+Batches are padded to one fixed size and each row's noise depends on (spec, chunk index) alone, so that what a row
+gets does not depend on who else was ready.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vla_rl.actors import ActorNeeds
+from vla_rl.episode import ActionChunk, Episode, EpisodeSpec, FlowRecord, Observation, noise_seed
+from vla_rl.policies.base import Policy, PolicyOutput
+
+
+@dataclass
+class _Request:
+    env: int
+    observation: Observation
+    seed: int
+    episode: int
+    """Number of the episode that asked: an answer to an abandoned one is dropped."""
+
+
+class PolicyActor:
+    """Answers observations with chunks of a policy, cut to its executed horizon.
+
+    `batch_size` is the fixed number of rows of every forward; at most that many requests are answered at once.
+    """
+
+    def __init__(self, policy: Policy, batch_size: int, name: str = "policy", weights_version: int = 0, device: str = "cpu") -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        spec = policy.spec
+        self.policy = policy
+        self.weights_version = weights_version
+        self.needs = ActorNeeds(
+            name=name,
+            views=spec.views,
+            chunk_length=spec.executed_horizon,
+            conventions=spec.conventions,
+            resolution=spec.resolution,
+        )
+        self._batch_size = batch_size
+        self._device = device
+        self._specs: dict[int, EpisodeSpec] = {}
+        self._chunk_index: dict[int, int] = {}
+        self._episode_number: dict[int, int] = {}
+        self._pending: list[_Request] = []
+        self._running: Future[list[ActionChunk]] | None = None
+        self._asked: list[_Request] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
+        self._bell_in, self._bell_out = socket.socketpair()
+        self._bell_out.setblocking(False)
+
+    def start(self, env: int, spec: EpisodeSpec) -> None:
+        """An episode begins: its chunks are counted from 0."""
+        self._specs[env] = spec
+        self._chunk_index[env] = 0
+        self._episode_number[env] = self._episode_number.get(env, 0) + 1
+        self._pending = [request for request in self._pending if request.env != env]
+
+    def submit(self, env: int, observation: Observation) -> None:
+        """Queue an observation; it joins the next batch."""
+        seed = noise_seed(self._specs[env], self._chunk_index[env])
+        self._chunk_index[env] += 1
+        self._pending.append(_Request(env, observation, seed, self._episode_number[env]))
+
+    def ready(self, timeout_s: float) -> list[tuple[int, ActionChunk]]:
+        """Answers of the finished batch; starts the next one. Raises what the policy raised."""
+        self._launch()
+        if self._running is None:
+            return []
+        if not self._running.done() and timeout_s > 0:
+            self._running.exception(timeout_s)
+        if not self._running.done():
+            return []
+        self._silence_bell()
+        chunks, asked = self._running.result(), self._asked
+        self._running = None
+        self._launch()
+        return [(r.env, chunk) for r, chunk in zip(asked, chunks) if self._episode_number[r.env] == r.episode]
+
+    def waitables(self) -> list[Any]:
+        """A socket that becomes readable when a batch is done."""
+        return [self._bell_out]
+
+    def finish(self, env: int, episode: Episode) -> None:
+        """Forget the episode."""
+        del self._specs[env], self._chunk_index[env]
+
+    def close(self) -> None:
+        """End the thread after the batch it is in."""
+        self._thread.shutdown(wait=True)
+        self._bell_in.close()
+        self._bell_out.close()
+
+    def _launch(self) -> None:
+        if self._running is not None or not self._pending:
+            return
+        self._asked, self._pending = self._pending[: self._batch_size], self._pending[self._batch_size :]
+        self._running = self._thread.submit(self._forward, self._asked)
+        self._running.add_done_callback(lambda future: self._bell_in.send(b"."))
+
+    def _silence_bell(self) -> None:
+        """Take the finished batch's ring out of the socket; it may be a moment late."""
+        self._bell_out.setblocking(True)
+        self._bell_out.recv(1)
+        self._bell_out.setblocking(False)
+
+    def _forward(self, requests: Sequence[_Request]) -> list[ActionChunk]:
+        started = time.perf_counter()
+        rows = [*requests, *[requests[0]] * (self._batch_size - len(requests))]
+        with torch.no_grad():
+            batch = self.policy.preprocess([row.observation for row in rows]).to(self._device)
+            output = self.policy.act(batch, [row.seed for row in rows])
+            actions_BCA = self.policy.postprocess(output.actions_BCA)
+        elapsed = time.perf_counter() - started
+        horizon = self.policy.spec.executed_horizon
+        return [
+            ActionChunk(
+                actions_CA=np.ascontiguousarray(actions_BCA[row, :horizon]),
+                record=flow_record(output, row),
+                value=None if output.value_B is None else float(output.value_B[row]),
+                weights_version=self.weights_version,
+                forward_s=elapsed,
+            )
+            for row in range(len(requests))
+        ]
+
+
+def flow_record(output: PolicyOutput, row: int) -> FlowRecord | None:
+    """One row's record for learners; None if the policy acted deterministically."""
+    if output.x_t_BKCA is None or output.x_next_BKCA is None or output.denoise_index_BK is None or output.log_prob_BC is None:
+        return None
+    return FlowRecord(
+        x_t=output.x_t_BKCA[row].float().cpu().numpy(),
+        x_next=output.x_next_BKCA[row].float().cpu().numpy(),
+        denoise_index=output.denoise_index_BK[row].cpu().numpy(),
+        log_prob_C=output.log_prob_BC[row].float().cpu().numpy(),
+    )

@@ -1,0 +1,222 @@
+"""The loop that produces episodes: an actor, an env pool, and a source of specs.
+
+Collection, RL, DAgger and evaluation differ in the actor, in what they keep, and in nothing else.
+Envs and actor answer when they are ready, in any order; nothing that is recorded depends on that order:
+noise comes from (spec, sample, chunk index), and which spec runs next is decided in spec order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any, Protocol
+
+import numpy as np
+
+from vla_rl.actors import Actor, ActorNeeds
+from vla_rl.conventions import require_equal
+from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome
+from vla_rl.sim.base import ChunkReply, EnvFault, EnvPool, EnvSpec, Look, ResetReply
+from vla_rl.telemetry.spans import span
+
+ATTEMPTS = 2
+"""How often a spec runs at the most: a crash is no failure, so it runs again once."""
+POLL_S = 1.0
+"""Longest sleep between two looks at the pool's deadlines (s)."""
+
+
+class ConnectError(ValueError):
+    """An actor and an env that cannot work together."""
+
+
+class SpecSource(Protocol):
+    """Hands out specs, in spec order, and hears what became of them."""
+
+    def next(self) -> EpisodeSpec | None:
+        """The next spec, or None when there is none now; asked again after every `report`."""
+        ...
+
+    def report(self, episode: Episode) -> None:
+        """An episode ended (also as a crash)."""
+        ...
+
+
+class ListSource:
+    """The specs of a list, once each, in order."""
+
+    def __init__(self, specs: Iterable[EpisodeSpec]) -> None:
+        self._specs = iter(specs)
+
+    def next(self) -> EpisodeSpec | None:
+        """The next of the list; None when all were handed out."""
+        return next(self._specs, None)
+
+    def report(self, episode: Episode) -> None:
+        """Nothing depends on how an episode ended."""
+
+
+@dataclass
+class _Running:
+    """The episode that runs in one env."""
+
+    spec: EpisodeSpec
+    faults: list[str]
+    """Faults of earlier attempts at the same spec."""
+    started_s: float = field(default_factory=time.perf_counter)
+    steps: list[ChunkStep] = field(default_factory=list[ChunkStep])
+    observation: Observation | None = None
+    proposed: ActionChunk | None = None
+    provenance: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def look_of(needs: ActorNeeds, record_every: int = 0, record_states: bool = False) -> Look:
+    """What an env must show this actor, plus what a recorder asks for."""
+    return Look(views=needs.views, privileged=needs.privileged, record_every=record_every, record_states=record_states)
+
+
+def connect(env: EnvSpec, needs: ActorNeeds) -> None:
+    """Check that an actor can act in an env.
+
+    Raises ConventionMismatch for conventions or rate, ConnectError for views or resolution, naming both sides.
+    """
+    if needs.conventions is not None:
+        require_equal(f"actor {needs.name}", needs.conventions, f"env {env.kind}", env.conventions)
+    missing = [view for view in needs.views if view not in env.views]
+    if missing:
+        raise ConnectError(f"actor {needs.name} looks at {', '.join(missing)}; env {env.kind} has only {', '.join(env.views)}")
+    if needs.resolution not in (None, env.resolution):
+        raise ConnectError(
+            f"actor {needs.name} was made for pictures of {needs.resolution} px; env {env.kind} renders {env.resolution} px. "
+            f"Set env.resolution to {needs.resolution}."
+        )
+
+
+def run_episodes(pool: EnvPool, actor: Actor, specs: SpecSource, look_for: Callable[[EpisodeSpec], Look]) -> Iterator[Episode]:
+    """Run every spec of the source and yield each episode when it ends, crashes included.
+
+    A spec whose env raised, hung or died runs again once; if that fails too, its episode has outcome CRASH, no steps,
+    and the faults' texts as its reason. Raises what the actor raises, and what `connect` raises.
+    """
+    connect(pool.spec, actor.needs)
+    running: dict[int, _Running] = {}
+    again: deque[_Running] = deque()
+
+    def begin(env: int) -> None:
+        entry = _next_episode(again, specs)
+        if entry is not None:
+            running[env] = entry
+            actor.start(env, entry.spec)
+            pool.reset(env, entry.spec, look_for(entry.spec))
+
+    for env in range(pool.num_envs):
+        begin(env)
+    while running:
+        chunks = [(env, chunk) for env, chunk in actor.ready(0.0) if env in running]
+        ended = [_propose(pool, running, env, chunk) for env, chunk in chunks]
+        replies = pool.ready(0.0)
+        ended += [_receive(actor, running, again, reply) for reply in replies]
+        for env, episode in filter(None, ended):
+            del running[env]
+            if episode is not None:
+                actor.finish(env, episode)
+                specs.report(episode)
+        for env in range(pool.num_envs):
+            if env not in running:
+                begin(env)
+        yield from (entry[1] for entry in filter(None, ended) if entry[1] is not None)
+        if not chunks and not replies and running:
+            _sleep(pool, actor, running)
+
+
+def _next_episode(again: deque[_Running], specs: SpecSource) -> _Running | None:
+    if again:
+        return again.popleft()
+    spec = specs.next()
+    return None if spec is None else _Running(spec, faults=[])
+
+
+def _sleep(pool: EnvPool, actor: Actor, running: dict[int, _Running]) -> None:
+    """Wait until the pool or the actor has something; the span says who kept the loop waiting."""
+    for_actor = any(entry.proposed is None and entry.observation is not None for entry in running.values())
+    for_env = any(entry.proposed is not None or entry.observation is None for entry in running.values())
+    with span("wait_env_and_policy" if for_actor and for_env else "wait_policy" if for_actor else "wait_env"):
+        wait([*pool.waitables(), *actor.waitables()], POLL_S)
+
+
+_Ended = tuple[int, Episode | None] | None
+"""An env that is free again, with its episode (None: the spec will run again); or None: it goes on."""
+
+
+def _propose(pool: EnvPool, running: dict[int, _Running], env: int, chunk: ActionChunk) -> _Ended:
+    """Hand an actor's chunk to the env, or end the episode if the actor has nothing more to do."""
+    entry = running[env]
+    if chunk.finished and not len(chunk.actions_CA):
+        return env, _episode(entry, Outcome.FAILURE, "actor finished")
+    entry.proposed = chunk
+    pool.step(env, chunk)
+    return None
+
+
+def _receive(actor: Actor, running: dict[int, _Running], again: deque[_Running], reply: ResetReply | ChunkReply | EnvFault) -> _Ended:
+    """Take a reply into the episode of its env; ask the actor for the next chunk or end the episode."""
+    entry = running[reply.env]
+    if isinstance(reply, EnvFault):
+        return _fault(entry, again, reply)
+    if isinstance(reply, ResetReply):
+        entry.provenance = dict(reply.provenance) | {"reset_s": dict(reply.timing)}
+    else:
+        entry.steps.append(_chunk_step(entry, reply))
+    entry.observation = reply.observation
+    finished = entry.proposed is not None and entry.proposed.finished
+    entry.proposed = None
+    if isinstance(reply, ChunkReply) and (reply.terminated or reply.truncated or finished):
+        reason = "predicate" if reply.terminated else "time limit" if reply.truncated else "actor finished"
+        return reply.env, _episode(entry, Outcome.SUCCESS if reply.terminated else Outcome.FAILURE, reason)
+    actor.submit(reply.env, reply.observation)
+    return None
+
+
+def _fault(entry: _Running, again: deque[_Running], fault: EnvFault) -> _Ended:
+    faults = [*entry.faults, f"{fault.kind}: {fault.message}"]
+    if len(faults) < ATTEMPTS:
+        again.append(_Running(entry.spec, faults))
+        return fault.env, None
+    crashed = _Running(entry.spec, faults, entry.started_s)
+    return fault.env, _episode(crashed, Outcome.CRASH, "\n".join(faults))
+
+
+def _chunk_step(entry: _Running, reply: ChunkReply) -> ChunkStep:
+    proposed, observation = entry.proposed, entry.observation
+    assert proposed is not None and observation is not None, "a chunk reply without a proposed chunk"
+    executed = len(reply.executed_EA)
+    labels = reply.executed_EA if proposed.labels_CA is None else proposed.labels_CA[:executed]
+    return ChunkStep(
+        observation=observation,
+        proposed=proposed,
+        executed_EA=reply.executed_EA,
+        labels_EA=labels,
+        reward_E=reply.reward_E,
+        intervention_E=np.zeros(executed, np.bool_),
+        success=reply.success,
+        terminated=reply.terminated,
+        truncated=reply.truncated,
+        timing=reply.timing,
+        frames=reply.frames,
+        sim_states_ED=reply.sim_states_ED,
+        robot_states_ER=reply.robot_states_ER,
+    )
+
+
+def _episode(entry: _Running, outcome: Outcome, reason: str) -> Episode:
+    return Episode(
+        spec=entry.spec,
+        steps=entry.steps,
+        final_observation=entry.observation,
+        outcome=outcome,
+        reason=reason,
+        provenance=entry.provenance | ({"earlier_faults": entry.faults} if entry.faults else {}),
+        wall_s=time.perf_counter() - entry.started_s,
+    )
