@@ -19,8 +19,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
+from vla_rl.errors import UserError
 
-class ConfigError(ValueError):
+
+class ConfigError(UserError):
     """A recipe that cannot be run as written."""
 
 

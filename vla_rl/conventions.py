@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 
+from vla_rl.errors import UserError
+
 
 class Orientation(str, Enum):
     """How a picture lies in memory, relative to robosuite's bottom-up OpenGL frame."""
@@ -49,7 +51,7 @@ class PromptSource(str, Enum):
     """BDDL for LIBERO-PRO's `_lan` and `_task` suites, the file name for every other suite."""
 
 
-class ConventionMismatch(ValueError):
+class ConventionMismatch(UserError):
     """A policy and an environment (or a dataset) disagree on a convention."""
 
 

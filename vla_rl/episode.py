@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vla_rl.errors import UserError
+
 UInt8 = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -49,7 +51,7 @@ SPLITS: Mapping[str, range] = {
 """Disjoint ranges of `sampled:SEED`; `benchmark:K` (the published states) always belongs to `test`."""
 
 
-class SpecError(ValueError):
+class SpecError(UserError):
     """An episode specification that names nothing, or contradicts itself."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +79,7 @@ class PolicyActor:
         self._launch()
         if self._running is None:
             return []
-        if not self._running.done() and timeout_s > 0:
-            self._running.exception(timeout_s)
-        if not self._running.done():
+        if not wait([self._running], timeout_s).done:
             return []
         self._silence_bell()
         chunks, asked = self._running.result(), self._asked

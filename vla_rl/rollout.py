@@ -19,6 +19,7 @@ import numpy as np
 from vla_rl.actors import Actor, ActorNeeds
 from vla_rl.conventions import require_equal
 from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome
+from vla_rl.errors import UserError
 from vla_rl.sim.base import ChunkReply, EnvFault, EnvPool, EnvSpec, Look, ResetReply
 from vla_rl.telemetry.spans import span
 
@@ -28,7 +29,7 @@ POLL_S = 1.0
 """Longest sleep between two looks at the pool's deadlines (s)."""
 
 
-class ConnectError(ValueError):
+class ConnectError(UserError):
     """An actor and an env that cannot work together."""
 
 

@@ -1,0 +1,45 @@
+# What people do daily. `make` finds Python 3.12, builds .venv once, and installs the GL libraries when it may.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(shell command -v python3.12 || ls $(HOME)/.pyenv/versions/3.12*/bin/python 2>/dev/null | tail -1)
+export MUJOCO_GL ?= egl
+
+.PHONY: install test check format demo bench docs clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/install_gl.sh
+	@test -n "$(PYTHON)" || { echo "Python 3.12 is needed: install it (for example 'pyenv install 3.12' or 'apt-get install python3.12-venv') or run 'make PYTHON=/path/to/python3.12'"; exit 1; }
+	bash scripts/install_gl.sh
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv==$$(sed -n 's/^uv==//p' constraints.txt)"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable ".[dev]"
+	@touch $(STAMP)
+
+test: $(STAMP) check
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(STAMP)
+	$(BIN)/vla-rl doctor
+	$(BIN)/vla-rl run configs/demo.yaml
+	@echo "Report: runs/demo/report.html"
+
+bench: $(STAMP)
+	for name in sim reset transport prefix; do $(BIN)/vla-rl bench $$name || exit 1; done
+
+docs: $(STAMP)
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,115 @@
+"""The command line: one command is one phase, and nothing else happens here.
+
+vla-rl doctor | collect | sft | eval | compare | report | bench | run
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vla_rl.config import ConfigError, load_recipe, nearest_name
+from vla_rl.errors import UserError
+
+USAGE = """usage: vla-rl COMMAND ...
+
+  doctor [--json]                  what this machine can do, and what is missing
+  collect RECIPE [--key value]     scripted demonstrations into an HDF5 dataset
+  sft RECIPE [--key value]         supervised fine-tuning
+  eval RECIPE [--key value]        LIBERO evaluation
+  compare RUN_A RUN_B              paired statistics of two evaluations
+  run RECIPE [--key value]         a pipeline: collect, SFT, evaluation ... in order, each resumable
+  report RUN                       an HTML page: success, curves, time breakdown, videos
+  bench NAME                       a benchmark; its last line is one JSON document
+
+'vla-rl COMMAND RECIPE --help' lists every field of the recipe with its meaning.
+Starting a command again with the same run_dir resumes it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 success, 1 a result that falls short, 2 bad input, 130 Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"vla-rl: no command {name!r}{nearest_name(name, list(COMMANDS))}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[name](rest)
+    except (UserError, OSError) as error:
+        print(f"vla-rl {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"vla-rl {name}: interrupted; start the same command again to go on", file=sys.stderr)
+        return 130
+
+
+def _recipe_command(module: str, config_class: str, run: str) -> Callable[[Sequence[str]], int]:
+    """A command `NAME RECIPE [overrides]` that loads a recipe and hands it to a phase."""
+
+    def command(arguments: Sequence[str]) -> int:
+        if not arguments or arguments[0].startswith("-"):
+            raise ConfigError("the first argument is a recipe file, for example configs/demo.yaml")
+        phase = importlib.import_module(module)
+        config = load_recipe(getattr(phase, config_class), Path(arguments[0]), arguments[1:])
+        return getattr(phase, run)(config)
+
+    return command
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from vla_rl.doctor import run_doctor
+
+    unknown = [argument for argument in arguments if argument != "--json"]
+    if unknown:
+        raise ConfigError(f"doctor takes only --json, not {' '.join(unknown)}")
+    return run_doctor(as_json="--json" in arguments)
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    from vla_rl.eval.compare import run_compare
+
+    runs = [argument for argument in arguments if not argument.startswith("--")]
+    unknown = [a for a in arguments if a.startswith("--") and a != "--allow-unlike"]
+    if len(runs) != 2 or unknown:
+        raise ConfigError("compare takes two run directories and, if their protocols may differ, --allow-unlike")
+    return run_compare(Path(runs[0]), Path(runs[1]), allow_unlike="--allow-unlike" in arguments)
+
+
+def _report(arguments: Sequence[str]) -> int:
+    from vla_rl.eval.report import write_report
+
+    if len(arguments) != 1:
+        raise ConfigError("report takes one run directory")
+    print(write_report(Path(arguments[0])))
+    return 0
+
+
+BENCHMARKS = ("sim", "reset", "transport", "prefix", "exactness")
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] not in BENCHMARKS:
+        name = arguments[0] if arguments else ""
+        raise ConfigError(f"no benchmark {name!r}{nearest_name(name, BENCHMARKS)}")
+    return importlib.import_module(f"vla_rl.bench.{arguments[0]}").main(list(arguments[1:]))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "doctor": _doctor,
+    "collect": _recipe_command("vla_rl.collection.collect", "CollectConfig", "run_collect"),
+    "sft": _recipe_command("vla_rl.phases.sft", "SftConfig", "run_sft"),
+    "eval": _recipe_command("vla_rl.eval.runner", "EvalConfig", "run_eval"),
+    "compare": _compare,
+    "run": _recipe_command("vla_rl.phases.pipeline", "PipelineConfig", "run_pipeline"),
+    "report": _report,
+    "bench": _bench,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
