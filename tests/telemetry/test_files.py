@@ -1,0 +1,45 @@
+"""Atomic writes and JSON lines that survive a crash."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vla_rl.telemetry.files import append_jsonl, atomic_path, read_jsonl, write_json
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
+    target = tmp_path / "a.json"
+    write_json(target, {"old": 1})
+    with pytest.raises(RuntimeError, match="half way"), atomic_path(target) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("half way")
+    assert json.loads(target.read_text()) == {"old": 1}
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@given(rows=st.lists(st.dictionaries(st.text(), st.integers() | st.text()), min_size=1), cut=st.integers(min_value=1))
+def test_a_cut_last_line_is_dropped_and_appending_goes_on(tmp_path_factory: pytest.TempPathFactory, rows: list[dict], cut: int) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    for row in rows:
+        append_jsonl(path, row)
+    assert read_jsonl(path) == rows
+    content = path.read_bytes()
+    last = len(content) - len(content[:-1].rpartition(b"\n")[2]) - 1
+    path.write_bytes(content[: len(content) - 1 - cut % (len(content) - last)])
+    assert read_jsonl(path) == rows[:-1]
+    append_jsonl(path, {"next": 1})
+    assert read_jsonl(path) == [*rows[:-1], {"next": 1}]
+
+
+def test_damage_inside_the_file_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"b": \n{"c": 3}\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_jsonl(path)
+
+
+def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
+    assert read_jsonl(tmp_path / "none.jsonl") == []
