@@ -1,0 +1,89 @@
+"""Where to take hold of an object from above: by its shape, and clear of its neighbours.
+
+The hand is described in its own frame: f along the finger line, c across it, heights relative to the grip site
+(from the collision geometry of robosuite's Panda hand, fingers open).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from vla_rl.sim.experts.controller import half_turn_difference
+from vla_rl.sim.experts.shapes import Solid
+
+FINGERTIP = -0.012
+"""Lowest point of the fingers relative to the grip site (m)."""
+PALM = 0.026
+"""Underside of the hand relative to the grip site (m): an object may stand this far above it between the fingers."""
+FLOOR_CLEARANCE = 0.002
+OPENING = 0.08
+"""Distance of the open finger pads (m)."""
+PALM_OUTLINE_FC = np.stack(np.meshgrid(np.linspace(-0.104, 0.104, 9), [-0.032, 0.0, 0.032]), -1).reshape(-1, 2)
+FINGER_OUTLINE_FC = np.array([[side * along, across] for side in (-1, 1) for along in (0.034, 0.05, 0.068) for across in (-0.011, 0.011)])
+NEIGHBOUR_MARGIN = 0.012
+"""Distance to a neighbour (m) below which a grasp is marked down."""
+SKEWS = np.radians([0.0, -12.0, 12.0, -24.0, 24.0])
+RIM_ANGLES = np.radians(np.arange(0, 360, 30))
+
+
+@dataclass(frozen=True)
+class Grasp:
+    """One way to take hold of an object."""
+
+    finger_angle: float
+    """World angle of the finger line (rad), modulo half a turn."""
+    offset: tuple[float, float, float]
+    """Grip site relative to the object's centre, world axes (m)."""
+
+
+def choose_grasp(solid: Solid, neighbours: Iterable[Solid], present_angle: float, tried: Iterable[Grasp]) -> Grasp:
+    """The cheapest candidate: little turning of the hand, no neighbour in the way, not one that failed before."""
+    neighbours, tried = list(neighbours), list(tried)
+
+    def cost(grasp: Grasp) -> float:
+        turning = abs(half_turn_difference(grasp.finger_angle, present_angle))
+        return 0.3 * turning + 40.0 * intrusion(solid, grasp, neighbours) + 0.5 * tried.count(grasp)
+
+    return min(candidates(solid, present_angle), key=cost)
+
+
+def candidates(solid: Solid, present_angle: float) -> list[Grasp]:
+    """All grasps that fit the object's shape, the most natural first."""
+    if solid.hollow:
+        return [rim_grasp(solid, angle) for angle in RIM_ANGLES]
+    height = grip_height(solid)
+    if solid.round:
+        return [Grasp(present_angle + skew, (0.0, 0.0, height)) for skew in np.radians([0, -15, 15, -30, 30, -45, 45, -60, 60, 90])]
+    angles = [solid.angle, solid.angle + np.pi / 2]
+    widths = [2 * solid.half_u, 2 * solid.half_v]
+    fitting = [angle for width, angle in zip(widths, angles) if width <= 0.075] or [angles[int(np.argmin(widths))]]
+    return [Grasp(angle + skew, (0.0, 0.0, height)) for angle in fitting for skew in SKEWS]
+
+
+def grip_height(solid: Solid) -> float:
+    """Height of the grip site over the object's centre: as low as palm and floor allow, at most at the centre."""
+    lowest = -solid.half_z - FINGERTIP + FLOOR_CLEARANCE
+    return max(0.0, lowest, solid.half_z - PALM + 0.004)
+
+
+def rim_grasp(solid: Solid, angle: float) -> Grasp:
+    """Hold the wall of a bowl at world angle `angle` seen from its centre."""
+    radius = (solid.half_u + solid.half_v) / 2 - solid.wall / 2
+    return Grasp(angle, (radius * np.cos(angle), radius * np.sin(angle), solid.half_z + FINGERTIP))
+
+
+def intrusion(solid: Solid, grasp: Grasp, neighbours: Iterable[Solid]) -> float:
+    """How far (m) the open hand at `grasp` would reach into the margin around its neighbours, worst point."""
+    along = np.array([np.cos(grasp.finger_angle), np.sin(grasp.finger_angle)])
+    axes = np.stack([along, [-along[1], along[0]]])
+    centre = solid.centre + grasp.offset
+    worst = 0.0
+    for neighbour in neighbours:
+        for outline_FC, height in ((PALM_OUTLINE_FC, PALM), (FINGER_OUTLINE_FC, FINGERTIP)):
+            if neighbour.top > centre[2] + height:
+                distance = neighbour.distance(centre[:2] + outline_FC @ axes).min()
+                worst = max(worst, NEIGHBOUR_MARGIN - float(distance))
+    return worst
