@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from vla_rl.errors import UserError
 from vla_rl.telemetry.files import write_json
 
 STATE = "observation.state"
@@ -23,7 +24,7 @@ ACTION = "action"
 _VECTORS = ("min", "max", "mean", "std", "q01", "q99")
 
 
-class StatisticsError(ValueError):
+class StatisticsError(UserError):
     """Statistics that are incomplete, contradictory, or do not fit the features they are used for."""
 
 

@@ -1,0 +1,153 @@
+"""Sizes and choices of pi0 and pi0.5. The defaults are the tiny size that runs on a CPU; presets are in `PI0_PRESETS`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from vla_rl.policies.processor import Normalization
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes of a Gemma-style transformer."""
+
+    width: int = 128
+    """Model width; even, at least 2."""
+    depth: int = 3
+    """Number of layers; the language model and the action expert must agree, because they share attention."""
+    mlp_width: int = 512
+    """Hidden width of the gated MLP."""
+    heads: int = 4
+    """Query heads; a multiple of `kv_heads`."""
+    kv_heads: int = 4
+    """Key and value heads; both transformers must agree."""
+    head_width: int = 32
+    """Width of one head, even; both transformers must agree."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "mlp_width", "heads", "kv_heads", "head_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        for name in ("width", "head_width"):
+            if getattr(self, name) % 2:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be even (sines and cosines, rotary pairs)")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}, it must be a multiple of kv_heads, which is {self.kv_heads}")
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Sizes of the vision tower."""
+
+    stem: Literal["patch", "conv"] = "conv"
+    """`patch`: SigLIP's patch embedding, shared by the views (as published). `conv`: strided convolutions, one stack per view, for small data."""
+    image_size: int = 64
+    """Pixels of a side of the model's input."""
+    patch_size: int = 16
+    """Pixels of a side of one token's cell; divides `image_size`. For `conv` it must be 2 to the number of `conv_channels`."""
+    conv_channels: tuple[int, ...] = (32, 64, 96, 128)
+    """Output channels of the strided convolutions (only for `conv`)."""
+    width: int = 128
+    """Width of the tower's transformer layers, and of its output."""
+    depth: int = 0
+    """Number of transformer layers."""
+    mlp_width: int = 512
+    """Hidden width of their MLPs."""
+    heads: int = 4
+    """Attention heads; divides `width`."""
+
+    def __post_init__(self) -> None:
+        if self.image_size % self.patch_size:
+            raise ValueError(f"image_size is {self.image_size}, it must be a multiple of patch_size, which is {self.patch_size}")
+        if self.width % self.heads:
+            raise ValueError(f"width is {self.width}, it must be a multiple of heads, which is {self.heads}")
+        if self.stem == "conv" and 2 ** len(self.conv_channels) != self.patch_size:
+            raise ValueError(
+                f"patch_size is {self.patch_size}, but {len(self.conv_channels)} conv_channels halve the image to cells of "
+                f"{2 ** len(self.conv_channels)} pixels; make them agree"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per view."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+@dataclass(frozen=True)
+class Pi0Config:
+    """A pi0 or pi0.5 policy; the defaults are `tiny`."""
+
+    family: Literal["pi0", "pi05"] = "pi0"
+    """`pi0`: state as one token of the action expert, time joined to each action by an MLP (Black et al. 2024).
+    `pi05`: state as numbers in the prompt, time through adaptive norms of the expert (Intelligence et al. 2025)."""
+    chunk_length: int = 8
+    """Actions predicted at once; at least 1."""
+    executed_horizon: int = 8
+    """Actions executed before the next look; 1 to `chunk_length`."""
+    denoise_steps: int = 5
+    """Euler steps from noise to actions; at least 1."""
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    """The vision tower."""
+    language: TransformerConfig = field(default_factory=TransformerConfig)
+    """The language model, which also reads the image tokens."""
+    expert: TransformerConfig = field(default_factory=TransformerConfig)
+    """The action expert."""
+    vocabulary: int = 1024
+    """Rows of the token embedding; at least the tokenizer's size."""
+    tokenizer: str = ""
+    """Folder with a `tokenizer.json`; empty for the shipped one (trained on LIBERO's instructions)."""
+    prompt_tokens: int = 24
+    """Every prompt is padded to this many tokens; a longer one is an error."""
+    model_state_dim: int = 8
+    """The state is padded with zeros to this many dimensions (32 as published)."""
+    model_action_dim: int = 7
+    """Actions are padded with zeros to this many dimensions (32 as published)."""
+    normalization: Normalization = Normalization.MEAN_STD
+    """How state and actions are normalised; `quantiles` for pi0.5, whose state must lie in [-1, 1]."""
+    pad_images: bool = True
+    """Whether an image that is not square is padded to keep its proportions (as published) or stretched."""
+    shift_pixels: int = 4
+    """Training shifts each view of each sample by up to this many input pixels (edges repeated); 0 turns it off."""
+    time_min_period: float = 4e-3
+    """Shortest period of the sines that encode flow time."""
+    time_max_period: float = 4.0
+    """Longest period."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.executed_horizon <= self.chunk_length:
+            raise ValueError(f"executed_horizon is {self.executed_horizon}, it must be 1 to chunk_length, which is {self.chunk_length}")
+        if self.denoise_steps < 1:
+            raise ValueError(f"denoise_steps is {self.denoise_steps}, it must be at least 1")
+        for name in ("depth", "kv_heads", "heads", "head_width"):
+            language, expert = getattr(self.language, name), getattr(self.expert, name)
+            if language != expert:
+                raise ValueError(f"language.{name} is {language} and expert.{name} is {expert}: they share attention, so they must be equal")
+        if self.family == "pi05" and self.normalization is Normalization.MEAN_STD:
+            raise ValueError("family pi05 writes the state as 256 bins over [-1, 1]: normalization must be 'quantiles' or 'min_max', not 'mean_std'")
+
+
+_SIGLIP_SO400M = VisionConfig(stem="patch", image_size=224, patch_size=14, conv_channels=(), width=1152, depth=27, mlp_width=4304, heads=16)
+_GEMMA_2B = TransformerConfig(width=2048, depth=18, mlp_width=16384, heads=8, kv_heads=1, head_width=256)
+_GEMMA_300M = TransformerConfig(width=1024, depth=18, mlp_width=4096, heads=8, kv_heads=1, head_width=256)
+_PI0_BASE = Pi0Config(
+    family="pi0",
+    chunk_length=50,
+    executed_horizon=50,
+    denoise_steps=10,
+    vision=_SIGLIP_SO400M,
+    language=_GEMMA_2B,
+    expert=_GEMMA_300M,
+    vocabulary=257152,
+    prompt_tokens=48,
+    model_state_dim=32,
+    model_action_dim=32,
+    shift_pixels=0,
+)
+PI0_PRESETS: dict[str, Pi0Config] = {
+    "tiny": Pi0Config(),
+    "tiny_pi05": Pi0Config(family="pi05", normalization=Normalization.QUANTILES, prompt_tokens=48),
+    "pi0_base": _PI0_BASE,
+    "pi05_base": replace(_PI0_BASE, family="pi05", normalization=Normalization.QUANTILES, prompt_tokens=200),
+}
+"""Named sizes: `tiny` for CPUs, `*_base` as published (openpi's and LeRobot's pi0 and pi0.5 bases)."""

@@ -1,0 +1,117 @@
+"""The network of pi0 and pi0.5: images and prompt -> prefix; prefix, state, noisy actions and time -> velocity.
+
+Shape legend: B batch; V views; L prompt tokens; P prefix tokens (images, then prompt); N suffix tokens (pi0: state, then
+actions; pi0.5: actions); C actions per chunk; A, S padded action and state dimensions; M width of the expert.
+
+The prefix attends to itself only, in both directions, so its keys and values do not depend on the actions: they are
+computed once per chunk and serve every denoise step, in training as in sampling. The suffix attends to the prefix and,
+block by block, to itself: the state does not see the actions; the actions see everything (openpi `pi0.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vla_rl.policies.pi0.config import Pi0Config
+from vla_rl.policies.pi0.gemma import KeyValue, Transformer, rotary_angles
+from vla_rl.policies.pi0.vision import VisionTower
+
+MASKED = -2.3819763e38
+"""openpi's additive mask: finite, so that a fully masked row would stay finite too."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What the action expert reads of images and prompt."""
+
+    key_values: list[KeyValue]
+    """Keys and values float32[B, G, P, D] of each layer."""
+    mask_BP: Tensor
+    """bool[B, P]: real tokens (images always, prompt without padding)."""
+
+
+class Pi0Model(nn.Module):
+    """pi0 or pi0.5, by `config.family`, for `views` views."""
+
+    def __init__(self, config: Pi0Config, views: int) -> None:
+        super().__init__()
+        self.config = config
+        width = config.expert.width
+        self.vision = VisionTower(config.vision, views)
+        self.projector = nn.Linear(config.vision.width, config.language.width)
+        self.language = Transformer(config.language, vocabulary=config.vocabulary)
+        self.expert = Transformer(config.expert, adaptive=config.family == "pi05")
+        self.action_in_proj = nn.Linear(config.model_action_dim, width)
+        self.action_out_proj = nn.Linear(width, config.model_action_dim)
+        if config.family == "pi0":
+            self.state_proj = nn.Linear(config.model_state_dim, width)
+            self.action_time_mlp_in = nn.Linear(2 * width, width)
+            self.action_time_mlp_out = nn.Linear(width, width)
+        else:
+            self.time_mlp_in = nn.Linear(width, width)
+            self.time_mlp_out = nn.Linear(width, width)
+
+    def encode_prefix(self, images_BVCHW: Tensor, tokens_BL: Tensor, token_mask_BL: Tensor) -> Prefix:
+        """Run vision tower and language model over images and prompt; once per chunk."""
+        images = self.projector(self.vision(images_BVCHW))
+        x_BPM = torch.cat((images, self.language.embed(tokens_BL).to(images.dtype)), 1)
+        mask_BP = torch.cat((token_mask_BL.new_ones(images.shape[:2]), token_mask_BL), 1)
+        rotary = rotary_angles(mask_BP.cumsum(1) - 1, self.config.language.head_width).to(x_BPM.dtype)
+        additive = _additive(mask_BP[:, None, None, :], x_BPM.dtype)
+        key_values: list[KeyValue] = []
+        last = len(self.language.layers) - 1
+        for index, layer in enumerate(self.language.layers):
+            x_BPM, key_value = layer(x_BPM, rotary, additive, only_key_value=index == last)
+            key_values.append(key_value)
+        return Prefix(key_values, mask_BP)
+
+    def velocity(self, prefix: Prefix, state_BS: Tensor, x_BCA: Tensor, time_B: Tensor) -> Tensor:
+        """dx/dt at `x_BCA` and flow time `time_B` (1 noise, 0 actions), float32[B, C, A]."""
+        x_BNM, condition_BM = self._embed_suffix(state_BS, x_BCA, time_B)
+        suffix = x_BNM.shape[1]
+        positions_BN = prefix.mask_BP.sum(1, keepdim=True) + torch.arange(suffix, device=x_BNM.device)
+        rotary = rotary_angles(positions_BN, self.config.expert.head_width).to(x_BNM.dtype)
+        additive = _additive(self._suffix_mask(prefix.mask_BP, suffix), x_BNM.dtype)
+        for layer, past in zip(self.expert.layers, prefix.key_values):
+            x_BNM, _ = layer(x_BNM, rotary, additive, past, condition_BM)
+        x_BNM, _ = self.expert.norm(x_BNM, condition_BM)
+        return self.action_out_proj(x_BNM[:, -x_BCA.shape[1] :]).float()
+
+    def _embed_suffix(self, state_BS: Tensor, x_BCA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Suffix tokens, and the condition of the adaptive norms (pi0.5)."""
+        config = self.config
+        actions = self.action_in_proj(x_BCA)
+        time_BM = time_embedding(time_B, config.expert.width, config.time_min_period, config.time_max_period)
+        if config.family == "pi05":
+            return actions, F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time_BM))))
+        joined = torch.cat((actions, time_BM[:, None].expand_as(actions).to(actions.dtype)), -1)
+        actions = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(joined)))
+        return torch.cat((self.state_proj(state_BS)[:, None], actions), 1), None
+
+    def _suffix_mask(self, prefix_mask_BP: Tensor, suffix: int) -> Tensor:
+        """bool[B, 1, N, P + N]: what each suffix token may attend to."""
+        own_NN = prefix_mask_BP.new_ones(suffix, suffix)
+        if self.config.family == "pi0":
+            own_NN[0, 1:] = False
+        batch = len(prefix_mask_BP)
+        return torch.cat((prefix_mask_BP[:, None].expand(batch, suffix, -1), own_NN.expand(batch, -1, -1)), 2)[:, None]
+
+
+def time_embedding(time_B: Tensor, width: int, min_period: float, max_period: float) -> Tensor:
+    """float32[B, M]: sines and cosines of time with periods spaced geometrically (openpi `posemb_sincos`).
+
+    The angles are computed in float64: the shortest period turns a float32 rounding of t into a visible phase.
+    """
+    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=time_B.device)
+    periods = min_period * (max_period / min_period) ** fraction
+    angles = time_B[:, None].double() * (2.0 * math.pi / periods)
+    return torch.cat((angles.sin(), angles.cos()), 1).float()
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, max(MASKED, torch.finfo(dtype).min))
