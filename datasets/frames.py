@@ -1,0 +1,100 @@
+"""Where the pictures of a dataset come from: read from the files when asked, or kept in memory.
+
+Both give the same bytes, in the orientation of the episodes' conventions.
+
+Shape legend: see `vla_rl/episode.py`; B batch, V views, F pictures of all episodes together.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+
+from vla_rl.datasets import schema
+from vla_rl.datasets.files import damaged, dataset, subgroup
+from vla_rl.datasets.hdf5 import EpisodeInfo
+from vla_rl.datasets.schema import DatasetError
+from vla_rl.episode import VIEWS, Int64, UInt8
+
+OPEN_FILES = 64
+"""Files that one process keeps open."""
+
+
+class Frames(Protocol):
+    """Pictures by (episode, position in the episode's pictures)."""
+
+    def read(self, episodes_B: Int64, positions_B: Int64) -> UInt8:
+        """uint8[B, V, H, W, 3], views in the order of `VIEWS`."""
+        ...
+
+
+class FileFrames:
+    """Pictures read from their files at every call, in constant memory.
+
+    Files are opened when they are first needed, in the process that needs them: an instance can be sent to a spawned worker.
+    """
+
+    def __init__(self, infos: Sequence[EpisodeInfo]) -> None:
+        self._infos = list(infos)
+        self._open: OrderedDict[Path, h5py.File] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_infos": self._infos, "_open": OrderedDict()}
+
+    def read(self, episodes_B: Int64, positions_B: Int64) -> UInt8:
+        """uint8[B, V, H, W, 3]. Raises DatasetError for a file that is damaged or gone."""
+        size = self._infos[int(episodes_B[0])].resolution if len(episodes_B) else 0
+        pictures = np.empty((len(episodes_B), len(VIEWS), size, size, 3), np.uint8)
+        for row, (episode, position) in enumerate(zip(episodes_B.tolist(), positions_B.tolist())):
+            self._read_one(self._infos[episode], position, pictures[row])
+        return pictures
+
+    def read_episode(self, episode: int) -> UInt8:
+        """uint8[F, V, H, W, 3]: all pictures of one episode."""
+        count = self._infos[episode].num_frames
+        return self.read(np.full(count, episode), np.arange(count))
+
+    def _read_one(self, info: EpisodeInfo, position: int, pictures_VHWC: UInt8) -> None:
+        try:
+            group = subgroup(self._file(info.path), f"data/{info.demo}/obs")
+            for view, name in enumerate(VIEWS):
+                raw = dataset(group, schema.IMAGE_KEYS[name])[position]
+                pictures_VHWC[view] = schema.reorient(raw, info.conventions.orientation)
+        except OSError as error:
+            raise damaged(info.path, error) from error
+
+    def _file(self, path: Path) -> h5py.File:
+        if path not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            self._open[path] = h5py.File(path, "r")
+        self._open.move_to_end(path)
+        return self._open[path]
+
+
+class MemoryFrames:
+    """All pictures in memory as uint8, read once."""
+
+    def __init__(self, infos: Sequence[EpisodeInfo], limit_gib: float) -> None:
+        counts = np.array([info.num_frames for info in infos], np.int64)
+        size = infos[0].resolution
+        needed = int(counts.sum()) * len(VIEWS) * size * size * 3
+        if needed > limit_gib * 2**30:
+            raise DatasetError(
+                f"{len(infos)} episodes hold {needed / 2**30:.2f} GiB of pictures, cache_limit_gib is {limit_gib}; "
+                "raise it, or set cache: false and workers: 2"
+            )
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        self._pictures = np.empty((int(counts.sum()), len(VIEWS), size, size, 3), np.uint8)
+        files = FileFrames(infos)
+        for episode in range(len(infos)):
+            self._pictures[self._starts[episode] : self._starts[episode + 1]] = files.read_episode(episode)
+
+    def read(self, episodes_B: Int64, positions_B: Int64) -> UInt8:
+        """uint8[B, V, H, W, 3]."""
+        return self._pictures[self._starts[episodes_B] + positions_B]

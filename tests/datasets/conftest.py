@@ -1,0 +1,100 @@
+"""A synthetic episode with every field of the schema filled, and a folder of such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from robosuite.utils.transform_utils import quat2axisangle
+
+from vla_rl.conventions import Conventions
+from vla_rl.datasets.store import EpisodeStore
+from vla_rl.episode import VIEWS, ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome, StepProtocol
+
+MakeEpisode = Callable[..., Episode]
+TASK = {"problem": "Libero_Floor_Manipulation", "bddl_file": "pick_up_the_milk_and_place_it_in_the_basket.bddl"}
+
+
+def observed_state(robot_state_R: np.ndarray) -> np.ndarray:
+    """`Observation.state` as LIBERO's users make it, with robosuite's own conversion."""
+    gripper, position, quaternion = robot_state_R[:2], robot_state_R[2:5], robot_state_R[5:9].copy()
+    return np.concatenate([position, quat2axisangle(quaternion), gripper]).astype(np.float32)
+
+
+def synthetic_episode(
+    seed: int = 0,
+    steps: int = 10,
+    chunk: int = 4,
+    frame_every: int = 1,
+    size: int = 8,
+    outcome: Outcome = Outcome.SUCCESS,
+    conventions: Conventions | None = None,
+    spec: EpisodeSpec | None = None,
+) -> Episode:
+    """Random numbers in the shapes and dtypes of a real episode; `chunk` actions per chunk, the last one shorter."""
+    rng = np.random.default_rng(seed)
+    quaternions = rng.normal(size=(steps + 1, 4))
+    quaternions /= np.linalg.norm(quaternions, axis=1, keepdims=True)
+    robot = np.concatenate([rng.normal(size=(steps + 1, 5)), quaternions, rng.normal(size=(steps + 1, 7))], axis=1)
+    states = rng.normal(size=(steps, 45))
+    executed = rng.uniform(-1, 1, (steps, 7)).astype(np.float32)
+    labels = rng.uniform(-1, 1, (steps, 7)).astype(np.float32)
+    prompt = spec.prompt if spec and spec.prompt else "pick up the milk and place it in the basket"
+
+    def observation(t: int, pictures: bool) -> Observation:
+        images = {view: rng.integers(0, 256, (size, size, 3), np.uint8) for view in VIEWS} if pictures else {}
+        return Observation(images, observed_state(robot[t]), prompt)
+
+    frames = {t: observation(t, True) for t in range(0, steps, frame_every)}
+    chunks = []
+    for start in range(0, steps, chunk):
+        end = min(start + chunk, steps)
+        last = end == steps
+        reward = np.zeros(end - start, np.float32)
+        reward[-1] = float(last and outcome is Outcome.SUCCESS)
+        chunks.append(
+            ChunkStep(
+                observation=frames.get(start, observation(start, False)),
+                proposed=ActionChunk(executed[start:end], labels[start:end], weights_version=seed),
+                executed_EA=executed[start:end],
+                labels_EA=labels[start:end],
+                reward_E=reward,
+                intervention_E=rng.random(end - start) < 0.3,
+                success=bool(reward[-1]),
+                terminated=bool(reward[-1]),
+                truncated=last and outcome is Outcome.FAILURE,
+                frames={t: frames[t] for t in range(start, end) if t in frames},
+                sim_states_ED=states[start:end],
+                robot_states_ER=robot[start:end],
+            )
+        )
+    return Episode(
+        spec=spec or EpisodeSpec("libero_object", 7, f"sampled:{seed}", "demonstrations", StepProtocol(max_steps=50)),
+        steps=chunks,
+        final_observation=observation(steps, True),
+        outcome=outcome,
+        reason="predicate" if outcome is Outcome.SUCCESS else "time limit",
+        provenance={"conventions": (conventions or Conventions()).to_dict(), "task": TASK, "fixtures": {"basket_1": [0.1, 0.2]}},
+    )
+
+
+@pytest.fixture
+def make_episode() -> MakeEpisode:
+    """The factory of synthetic episodes."""
+    return synthetic_episode
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Callable[..., EpisodeStore]:
+    """Writes `count` episodes of growing length into a store."""
+
+    def make(count: int = 4, frame_every: int = 1, first_steps: int = 9, **options: object) -> EpisodeStore:
+        store = EpisodeStore(tmp_path / "episodes")
+        for number in range(count):
+            episode = synthetic_episode(seed=number, steps=first_steps + number, frame_every=frame_every, **options)  # type: ignore[arg-type]
+            store.write(number, episode, frame_every)
+        return store
+
+    return make
