@@ -1,0 +1,96 @@
+"""Headless OpenGL: which device renders, and the process-wide context.
+
+EGL numbers its devices without regard to `CUDA_VISIBLE_DEVICES`, and robosuite refuses at import what MuJoCo
+accepts, so the mapping is one function here (`egl_device`), with a table test.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+
+SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast", "software")
+"""Parts of a renderer's name that tell it draws on the CPU."""
+
+
+class RenderingError(RuntimeError):
+    """No OpenGL context, or a device that does not exist."""
+
+
+def egl_device(cuda_visible: str | None, requested: str | None, num_devices: int, worker: int = 0) -> int:
+    """EGL device index for a worker.
+
+    cuda_visible: value of CUDA_VISIBLE_DEVICES (None: unset). requested: value of MUJOCO_EGL_DEVICE_ID, which wins.
+    num_devices: how many devices EGL lists (a container may list fewer than the host has). worker: index among the workers of
+    this machine; they are dealt round robin over the visible GPUs.
+    Raises RenderingError for a request that no device answers.
+    """
+    if num_devices < 1:
+        raise RenderingError("EGL lists no device; install libegl1 and libgl1-mesa-dri, or a GPU driver with EGL")
+    if requested is not None:
+        if not requested.isdecimal() or int(requested) >= num_devices:
+            raise RenderingError(
+                f"MUJOCO_EGL_DEVICE_ID={requested!r} must be a number from 0 to {num_devices - 1}; unset it to let vla-rl choose"
+            )
+        return int(requested)
+    visible = [part.strip() for part in (cuda_visible or "").split(",") if part.strip()]
+    if not visible or num_devices == 1:
+        return 0
+    position = worker % len(visible)
+    name = visible[position]
+    if name.isdecimal() and int(name) < num_devices:
+        return int(name)
+    if position < num_devices:
+        return position
+    raise RenderingError(
+        f"CUDA_VISIBLE_DEVICES={cuda_visible!r} names device {name!r}, but EGL lists {num_devices}; set MUJOCO_EGL_DEVICE_ID to one of them"
+    )
+
+
+def configure(worker: int = 0) -> None:
+    """Choose the EGL device through environment variables; call before mujoco or robosuite create a context.
+
+    Plain assignment, because a value that robosuite would reject at import must not survive.
+    """
+    backend = os.environ.setdefault("MUJOCO_GL", "egl")
+    if backend != "egl":
+        return
+    requested = os.environ.pop("MUJOCO_EGL_DEVICE_ID", None)
+    import robosuite  # pyright: ignore[reportMissingImports]  # noqa: F401  asserts on MUJOCO_EGL_DEVICE_ID, so it is imported without it
+    from mujoco.egl import egl_ext
+
+    device = egl_device(os.environ.get("CUDA_VISIBLE_DEVICES"), requested, len(egl_ext.eglQueryDevicesEXT()), worker)
+    os.environ["MUJOCO_EGL_DEVICE_ID"] = str(device)
+
+
+@cache
+def context() -> Any:
+    """The process's one GL context, current in the calling thread. Raises RenderingError with a remedy if there is none."""
+    import mujoco
+
+    try:
+        made = mujoco.GLContext(1, 1)
+        made.make_current()
+    except (ImportError, RuntimeError) as error:
+        raise RenderingError(
+            f"no OpenGL context with MUJOCO_GL={os.environ.get('MUJOCO_GL')!r} ({error}); "
+            f"on Debian: apt-get install libegl1 libgl1-mesa-dri libosmesa6"
+        ) from error
+    return made
+
+
+@cache
+def renderer_name() -> str:
+    """`glGetString(GL_RENDERER)` of the context."""
+    context()
+    from OpenGL import GL
+
+    name = GL.glGetString(GL.GL_RENDERER)
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def is_software(name: str) -> bool:
+    """Whether a renderer with this name draws on the CPU."""
+    return any(part in name.lower() for part in SOFTWARE_RENDERERS)
