@@ -17,7 +17,7 @@ def random_shift(images_BVCHW: Tensor, uniform_BK: Tensor, pixels: int) -> Tenso
     """
     if pixels == 0:
         return images_BVCHW
-    batch, views, _, height, width = images_BVCHW.shape
+    views, (height, width) = images_BVCHW.shape[1], images_BVCHW.shape[-2:]
     shift_B2V = (uniform_BK * (2 * pixels + 1)).long() - pixels
     rows = _shifted_index(shift_B2V[:, :views], height)
     columns = _shifted_index(shift_B2V[:, views:], width)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class Flow:
     def euler(self, velocity: VelocityFn, noise_BCA: Tensor, steps: int) -> Tensor:
         """Integrate from noise to data in `steps` equal Euler steps; returns actions float32[B, C, A]."""
         x_BCA, grid = noise_BCA, self.grid(steps)
-        for time, following in zip(grid[:-1], grid[1:]):
+        for time, following in pairwise(grid):
             time_B = torch.full((len(x_BCA),), time, dtype=torch.float32, device=x_BCA.device)
             x_BCA = x_BCA + (following - time) * velocity(x_BCA, time_B)
         return x_BCA

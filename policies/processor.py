@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vla_rl.errors import UserError
 from vla_rl.episode import ACTION_DIM, STATE_DIM, Observation
+from vla_rl.errors import UserError
 from vla_rl.policies.base import Batch
 from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics, StatisticsError
 from vla_rl.policies.tokenizer import PromptTokenizer, TokenizerError
@@ -194,8 +194,8 @@ def _refuse_privileged(observations: Sequence[Observation]) -> None:
     for observation in observations:
         if observation.privileged:
             raise ProcessorError(
-                f"the observation carries privileged information ({', '.join(sorted(observation.privileged))}), which a policy must not see; "
-                "only actors that declare `privileged` (scripted experts) may ask for it"
+                f"the observation carries privileged information ({', '.join(sorted(observation.privileged))}), which a policy must "
+                "not see; only actors that declare `privileged` (scripted experts) may ask for it"
             )
 
 
@@ -222,7 +222,8 @@ def _require(feature: str, values: np.ndarray, expected: tuple[int, ...]) -> Non
     if values.dtype != np.float32:
         raise ProcessorError(f"{feature}: expected float32, got {values.dtype}")
     if not np.isfinite(values).all():
-        raise ProcessorError(f"{feature}: {int((~np.isfinite(values)).sum())} values are not finite, first at {np.argwhere(~np.isfinite(values))[0].tolist()}")
+        wrong = np.argwhere(~np.isfinite(values))
+        raise ProcessorError(f"{feature}: {len(wrong)} values are not finite, the first at index {wrong[0].tolist()}")
 
 
 def _pad_last(values: Tensor, width: int) -> Tensor:

@@ -69,7 +69,7 @@ class FeatureStats:
         if values.ndim != 2 or len(values) == 0:
             raise StatisticsError(f"statistics need float[N, D] with N >= 1, got shape {values.shape}")
         q01, q99 = np.quantile(values, (0.01, 0.99), axis=0)
-        rows = dict(min=values.min(0), max=values.max(0), mean=values.mean(0), std=values.std(0), q01=q01, q99=q99)
+        rows = {"min": values.min(0), "max": values.max(0), "mean": values.mean(0), "std": values.std(0), "q01": q01, "q99": q99}
         return cls(**{name: tuple(row.tolist()) for name, row in rows.items()}, count=len(values))
 
     @classmethod
@@ -98,7 +98,9 @@ class Statistics:
     def feature(self, name: str, dims: int) -> FeatureStats:
         """The statistics of `name`. Raises StatisticsError when they are absent or have other than `dims` dimensions."""
         if name not in self.features:
-            raise StatisticsError(f"no statistics for feature {name!r}; there are statistics for {', '.join(sorted(self.features)) or 'nothing'}")
+            raise StatisticsError(
+                f"no statistics for feature {name!r}; there are statistics for {', '.join(sorted(self.features)) or 'nothing'}"
+            )
         stats = self.features[name]
         if stats.dims != dims:
             raise StatisticsError(f"statistics of {name!r} have {stats.dims} dimensions, the feature has {dims}")

@@ -41,7 +41,8 @@ class VisionConfig:
     """Sizes of the vision tower."""
 
     stem: Literal["patch", "conv"] = "conv"
-    """`patch`: SigLIP's patch embedding, shared by the views (as published). `conv`: strided convolutions, one stack per view, for small data."""
+    """`patch`: SigLIP's patch embedding, shared by the views (as published). `conv`: strided convolutions, one stack per
+    view, for small data."""
     image_size: int = 64
     """Pixels of a side of the model's input."""
     patch_size: int = 16
@@ -109,6 +110,9 @@ class Pi0Config:
     """Whether an image that is not square is padded to keep its proportions (as published) or stretched."""
     shift_pixels: int = 4
     """Training shifts each view of each sample by up to this many input pixels (edges repeated); 0 turns it off."""
+    carry_output_head: bool = False
+    """Carry the vocabulary head of the action expert, which the published weights contain and nothing reads,
+    so that checkpoints of the published size go both ways."""
     time_min_period: float = 4e-3
     """Shortest period of the sines that encode flow time."""
     time_max_period: float = 4.0
@@ -122,9 +126,13 @@ class Pi0Config:
         for name in ("depth", "kv_heads", "heads", "head_width"):
             language, expert = getattr(self.language, name), getattr(self.expert, name)
             if language != expert:
-                raise ValueError(f"language.{name} is {language} and expert.{name} is {expert}: they share attention, so they must be equal")
+                raise ValueError(
+                    f"language.{name} is {language} and expert.{name} is {expert}: they share attention, so they must be equal"
+                )
         if self.family == "pi05" and self.normalization is Normalization.MEAN_STD:
-            raise ValueError("family pi05 writes the state as 256 bins over [-1, 1]: normalization must be 'quantiles' or 'min_max', not 'mean_std'")
+            raise ValueError(
+                "family pi05 writes the state as 256 bins over [-1, 1]: normalization must be 'quantiles' or 'min_max', not 'mean_std'"
+            )
 
 
 _SIGLIP_SO400M = VisionConfig(stem="patch", image_size=224, patch_size=14, conv_channels=(), width=1152, depth=27, mlp_width=4304, heads=16)
@@ -143,6 +151,7 @@ _PI0_BASE = Pi0Config(
     model_state_dim=32,
     model_action_dim=32,
     shift_pixels=0,
+    carry_output_head=True,
 )
 PI0_PRESETS: dict[str, Pi0Config] = {
     "tiny": Pi0Config(),

@@ -46,6 +46,8 @@ class Pi0Model(nn.Module):
         self.projector = nn.Linear(config.vision.width, config.language.width)
         self.language = Transformer(config.language, vocabulary=config.vocabulary)
         self.expert = Transformer(config.expert, adaptive=config.family == "pi05")
+        if config.carry_output_head:
+            self.expert.lm_head = nn.Linear(width, config.vocabulary, bias=False)
         self.action_in_proj = nn.Linear(config.model_action_dim, width)
         self.action_out_proj = nn.Linear(width, config.model_action_dim)
         if config.family == "pi0":

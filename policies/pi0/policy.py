@@ -104,9 +104,12 @@ class Pi0Policy(nn.Module):
 
     def unread_parameters(self) -> Iterator[nn.Parameter]:
         """What the published weights contain but no output depends on: the language model's last layer after its keys and
-        values, and its final norm. They never train."""
-        last = self.model.language.layers[-1]
-        for module in (last.self_attn.q_proj, last.self_attn.o_proj, last.mlp, last.post_attention_layernorm, self.model.language.norm):
+        values, its final norm, and the expert's vocabulary head. They never train."""
+        language, last = self.model.language, self.model.language.layers[-1]
+        unread = [last.self_attn.q_proj, last.self_attn.o_proj, last.mlp, last.post_attention_layernorm, language.norm]
+        if self.config.carry_output_head:
+            unread.append(self.model.expert.lm_head)
+        for module in unread:
             yield from module.parameters()
 
     def _noise(self, batch: Batch, noise_seeds: Sequence[int]):
@@ -134,7 +137,9 @@ def build_pi0(config: Pi0Config, statistics: Statistics, spec: PolicySpec, token
         if wanted != given:
             raise ValueError(f"{name} is {given} in the policy's spec and {wanted} in its config; make them equal")
     if tokenizer.size > config.vocabulary:
-        raise ValueError(f"vocabulary is {config.vocabulary}, the tokenizer in {tokenizer.folder} has {tokenizer.size} tokens; raise vocabulary")
+        raise ValueError(
+            f"vocabulary is {config.vocabulary}, the tokenizer in {tokenizer.folder} has {tokenizer.size} tokens; raise vocabulary"
+        )
     processor_config = ProcessorConfig(
         views=spec.views,
         image_size=config.vision.image_size,

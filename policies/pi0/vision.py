@@ -5,8 +5,6 @@ Shape legend: B batch; V views; N tokens per view; M width; H, W pixels. Images 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,7 +43,7 @@ class ConvEmbeddings(nn.Module):
 
     def forward(self, images_BVCHW: Tensor) -> Tensor:
         """Tokens float32[B * V, N, M]."""
-        cells = [stack(_channels_last(images_BVCHW[:, view])) for view, stack in enumerate(self.stacks)]
+        cells = [stack(images_BVCHW[:, view].contiguous(memory_format=torch.channels_last)) for view, stack in enumerate(self.stacks)]
         tokens_BVNM = torch.stack([cell.flatten(2).transpose(1, 2) for cell in cells], 1) + self.position_embedding
         return tokens_BVNM.flatten(0, 1)
 
@@ -123,13 +121,9 @@ def _conv_stack(config: VisionConfig) -> nn.Sequential:
         modules += [_he(nn.Conv2d(channels, following, 3, stride=2, padding=1)), nn.ReLU()]
         channels = following
     modules.append(nn.Conv2d(channels, config.width, 1))
-    return nn.Sequential(*modules).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    return nn.Sequential(*modules)
 
 
 def _he(convolution: nn.Conv2d) -> nn.Conv2d:
     nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
     return convolution
-
-
-def _channels_last(images: Tensor) -> Any:
-    return images.contiguous(memory_format=torch.channels_last)

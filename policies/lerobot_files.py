@@ -1,0 +1,126 @@
+"""The JSON and statistics files of a LeRobot policy folder: what LeRobot needs to read config and processors of our policies.
+
+Format of LeRobot 0.6: `config.json` (type and fields), `policy_preprocessor.json` and `policy_postprocessor.json`
+(a list of steps by registry name), and one safetensors file with the statistics beside each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from vla_rl.episode import ACTION_DIM, STATE_DIM
+from vla_rl.policies.base import PolicySpec
+from vla_rl.policies.pi0.config import Pi0Config
+from vla_rl.policies.processor import IMAGES, Normalization
+from vla_rl.policies.statistics import ACTION, STATE, Statistics, StatisticsError
+from vla_rl.telemetry.files import write_json
+
+TOKENIZER_FOLDER = "tokenizer"
+_PREPROCESSOR, _POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+_NORM_MODE = {Normalization.MEAN_STD: "MEAN_STD", Normalization.MIN_MAX: "MIN_MAX", Normalization.QUANTILES: "QUANTILES"}
+
+
+def write_lerobot_files(folder: Path, config: Pi0Config, spec: PolicySpec, statistics: Statistics) -> None:
+    """Write config.json, both processor files and their statistics."""
+    write_json(folder / "config.json", _config_fields(config, spec))
+    before, normalize = _preprocessor_steps(config, spec)
+    index = next(i for i, step in enumerate(before) if step is normalize)
+    normalize["state_file"] = f"{_PREPROCESSOR}_step_{index}_normalizer_processor.safetensors"
+    unnormalize = _step("unnormalizer_processor", eps=1e-8, features=_outputs(), norm_map=_norm_map(config))
+    unnormalize["state_file"] = f"{_POSTPROCESSOR}_step_0_unnormalizer_processor.safetensors"
+    write_json(folder / f"{_PREPROCESSOR}.json", {"name": _PREPROCESSOR, "steps": before})
+    write_json(folder / f"{_POSTPROCESSOR}.json", {"name": _POSTPROCESSOR, "steps": [unnormalize, _device_step()]})
+    for step in (normalize, unnormalize):
+        save_file(_statistics_tensors(statistics), folder / step["state_file"])
+
+
+def read_statistics(folder: Path) -> Statistics:
+    """The statistics beside the preprocessor. Raises StatisticsError naming the file when they are absent or damaged."""
+    found = sorted(folder.glob(f"{_PREPROCESSOR}_step_*_normalizer_processor.safetensors"))
+    if len(found) != 1:
+        raise StatisticsError(f"{folder} must hold one {_PREPROCESSOR}_step_N_normalizer_processor.safetensors, it holds {len(found)}")
+    values: dict[str, dict[str, Any]] = {}
+    try:
+        with safe_open(found[0], "pt") as file:
+            for key in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+                feature, _, name = key.rpartition(".")
+                values.setdefault(feature, {})[name] = file.get_tensor(key).numpy()
+    except (SafetensorError, OSError) as error:
+        raise StatisticsError(f"{found[0]} cannot be read ({error}); the file is damaged or truncated, restore the checkpoint") from error
+    return Statistics.from_dict(values)
+
+
+def _config_fields(config: Pi0Config, spec: PolicySpec) -> dict[str, Any]:
+    return {
+        "type": config.family,
+        "n_obs_steps": 1,
+        "input_features": _inputs(spec),
+        "output_features": _outputs(),
+        "chunk_size": config.chunk_length,
+        "n_action_steps": config.executed_horizon,
+        "max_state_dim": config.model_state_dim,
+        "max_action_dim": config.model_action_dim,
+        "num_inference_steps": config.denoise_steps,
+        "min_period": config.time_min_period,
+        "max_period": config.time_max_period,
+        "image_resolution": [config.vision.image_size] * 2,
+        "normalization_mapping": _norm_map(config),
+        "tokenizer_max_length": config.prompt_tokens,
+        "push_to_hub": False,
+    }
+
+
+def _preprocessor_steps(config: Pi0Config, spec: PolicySpec) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All steps in LeRobot's order for the family, and the normaliser among them."""
+    normalize = _step("normalizer_processor", eps=1e-8, features=_inputs(spec) | _outputs(), norm_map=_norm_map(config))
+    tokenize = _step(
+        "tokenizer_processor",
+        max_length=config.prompt_tokens,
+        task_key="task",
+        padding_side="right",
+        padding="max_length",
+        truncation=True,
+        tokenizer_name=TOKENIZER_FOLDER,
+    )
+    start = [_step("rename_observations_processor", rename_map={}), _step("to_batch_processor")]
+    if config.family == "pi05":
+        middle = [normalize, _step("pi05_prepare_state_tokenizer_processor_step"), tokenize, _device_step()]
+    else:
+        middle = [_step("pi0_new_line_processor"), tokenize, _device_step(), normalize]
+    return start + middle, normalize
+
+
+def _step(name: str, **settings: Any) -> dict[str, Any]:
+    return {"registry_name": name, "config": settings}
+
+
+def _device_step() -> dict[str, Any]:
+    return _step("device_processor", device="cpu", float_dtype=None)
+
+
+def _inputs(spec: PolicySpec) -> dict[str, Any]:
+    image = {"type": "VISUAL", "shape": [3, spec.resolution, spec.resolution]}
+    return {IMAGES + view: dict(image) for view in spec.views} | {STATE: {"type": "STATE", "shape": [STATE_DIM]}}
+
+
+def _outputs() -> dict[str, Any]:
+    return {ACTION: {"type": "ACTION", "shape": [ACTION_DIM]}}
+
+
+def _norm_map(config: Pi0Config) -> dict[str, str]:
+    mode = _NORM_MODE[config.normalization]
+    return {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}
+
+
+def _statistics_tensors(statistics: Statistics) -> dict[str, torch.Tensor]:
+    """float64, so that the statistics read back are the ones that were hashed; LeRobot casts them itself."""
+    return {
+        f"{feature}.{name}": torch.tensor(values, dtype=torch.float64)
+        for feature, entry in statistics.to_dict().items()
+        for name, values in entry.items()
+    }
