@@ -10,15 +10,16 @@ derives the seed from suite, task and init, so that a scene is the same in any o
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from vla_rl.config import nearest_name
 from vla_rl.conventions import Orientation
 from vla_rl.episode import SPLITS, EpisodeSpec, StepProtocol
+from vla_rl.errors import UserError
 
 GRIPPER_OPEN = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 """The settle action of OpenVLA, openpi and LeRobot: stand still with an open gripper."""
@@ -38,7 +39,7 @@ REACH_STEPS = 60
 """Step limit of the small Reach scene."""
 
 
-class ProtocolError(ValueError):
+class ProtocolError(UserError):
     """An evaluation that its protocol does not describe."""
 
 
@@ -78,7 +79,7 @@ class EvalProtocol:
         limits = dict(self.max_steps)
         matching = [name for name in limits if suite == name or suite.startswith(name + "_")]
         if not matching:
-            raise ProtocolError(f"protocol {self.name!r} has no step limit for suite {suite!r}; {_nearest(suite, limits)}")
+            raise ProtocolError(f"protocol {self.name!r} has no step limit for suite {suite!r}{nearest_name(suite, list(limits))}")
         return limits[max(matching, key=len)]
 
     def step_protocol(self, suite: str) -> StepProtocol:
@@ -150,13 +151,8 @@ PROTOCOLS: dict[str, EvalProtocol] = {protocol.name: protocol for protocol in (_
 def get_protocol(name: str) -> EvalProtocol:
     """The protocol of that name. Raises ProtocolError with the nearest name for an unknown one."""
     if name not in PROTOCOLS:
-        raise ProtocolError(f"protocol {name!r} is unknown; {_nearest(name, PROTOCOLS)}")
+        raise ProtocolError(f"protocol {name!r} is unknown{nearest_name(name, list(PROTOCOLS))}")
     return PROTOCOLS[name]
-
-
-def _nearest(name: str, known: Sequence[str] | dict[str, Any]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"Known: {', '.join(known)}"
 
 
 def protocol_hash(protocol: EvalProtocol) -> str:

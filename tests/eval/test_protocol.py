@@ -48,7 +48,7 @@ def test_unknown_names_come_with_the_nearest() -> None:
         get_protocol("openvla_oft")
     with pytest.raises(ProtocolError, match="did you mean 'libero_object'"):
         get_protocol("openpi").steps_of("libero_objects")
-    with pytest.raises(ProtocolError, match="Known: openvla-oft, openpi, lerobot, libero, sampled"):
+    with pytest.raises(ProtocolError, match="allowed: openvla-oft, openpi, lerobot, libero, sampled"):
         get_protocol("")
 
 

@@ -1,0 +1,78 @@
+"""The recipe of an evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vla_rl.config import ConfigError
+from vla_rl.sim.base import EnvConfig
+from vla_rl.sim.pool import PoolConfig
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Who is evaluated, on what, and how."""
+
+    run_dir: str
+    """Where rows, summary and videos go; starting again with the same directory resumes."""
+    suite: str = "libero_object"
+    """A LIBERO suite, or `reach`."""
+    tasks: tuple[int, ...] = ()
+    """Indices of the tasks; empty: all tasks of the suite."""
+    protocol: str = "openvla-oft"
+    """Step limits, settling, inits: `openvla-oft`, `openpi`, `lerobot`, `libero` or `sampled` (held-out seeds)."""
+    episodes_per_task: int | None = None
+    """Inits of each task, the first ones in order; None: as many as the protocol says."""
+    split: Literal["test", "validation"] = "test"
+    """`validation` (only with the protocol `sampled`) is for choosing checkpoints, so that tests stay unseen."""
+    seed: int = 0
+    """Index of the policy's noise (`EpisodeSpec.sample`): another seed, the same scenes."""
+    actor: Literal["policy", "noop", "random", "expert", "replay"] = "policy"
+    """Who acts. `noop` and `replay` are controls: about 0 % and 100 %."""
+    checkpoint: str | None = None
+    """Folder of the policy, for actor `policy`."""
+    dataset: str | None = None
+    """HDF5 file or folder whose successful episodes are re-executed, for actor `replay`; they replace the inits."""
+    executed_horizon: int | None = None
+    """Actions of each predicted chunk that are executed, at least 1; None: what the policy was made for."""
+    device: str = "cpu"
+    """Torch device of the policy."""
+    prompt: Literal["own", "blank", "swap"] = "own"
+    """`blank`: an empty instruction. `swap`: the instruction names another object of the scene; two episodes per init
+    then ask for the named object and for the scene's original one."""
+    condition: str = ""
+    """Label of the rows, such as `before`; empty: actor and prompt."""
+    videos: int = 2
+    """Episodes of each task (the first ones) of which a video is written; at least 0."""
+    video_every: int = 2
+    """Control steps between two frames of a video; at least 1."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """The simulator."""
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """How many of them, and their deadlines."""
+    show_progress: bool = True
+    """Show a progress bar with a time estimate on standard error."""
+
+    def __post_init__(self) -> None:
+        needs = {"policy": ("checkpoint", self.checkpoint), "replay": ("dataset", self.dataset)}
+        for actor, (name, value) in needs.items():
+            if (self.actor == actor) != (value is not None):
+                verb = "needs" if self.actor == actor else "takes no"
+                raise ConfigError(f"actor {self.actor!r} {verb} {name} (it is {value!r}); {name} belongs to actor {actor!r}")
+        least = {"episodes_per_task": (self.episodes_per_task, 1), "executed_horizon": (self.executed_horizon, 1)}
+        least |= {"videos": (self.videos, 0), "video_every": (self.video_every, 1), "seed": (self.seed, 0)}
+        for name, (value, minimum) in least.items():
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
+        if self.executed_horizon is not None and self.actor != "policy":
+            raise ConfigError(f"executed_horizon is {self.executed_horizon}, but actor {self.actor!r} is no policy; leave it out")
+        if self.actor == "replay" and (self.prompt != "own" or self.split != "test"):
+            raise ConfigError("actor 'replay' re-executes recorded episodes: prompt must be 'own' and split 'test'")
+        if (self.suite == "reach") != (self.env.kind == "reach"):
+            raise ConfigError(f"suite {self.suite!r} does not run in env.kind {self.env.kind!r}; 'reach' belongs to 'reach'")
+
+    @property
+    def label(self) -> str:
+        """The condition of the rows."""
+        return self.condition or (self.actor if self.prompt == "own" else f"{self.actor}, {self.prompt} prompt")
