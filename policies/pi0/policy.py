@@ -6,7 +6,7 @@ Shape legend: B batch; C actions per chunk; A action dimensions of the model; D 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from vla_rl.policies.augment import random_shift
 from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec
 from vla_rl.policies.flow import Flow, TimeDirection, row_noise
 from vla_rl.policies.pi0.config import Pi0Config
+from vla_rl.policies.pi0.gemma import Layer
 from vla_rl.policies.pi0.model import Pi0Model, Prefix
 from vla_rl.policies.processor import Processor, ProcessorConfig
 from vla_rl.policies.statistics import Statistics
@@ -105,7 +106,8 @@ class Pi0Policy(nn.Module):
     def unread_parameters(self) -> Iterator[nn.Parameter]:
         """What the published weights contain but no output depends on: the language model's last layer after its keys and
         values, its final norm, and the expert's vocabulary head. They never train."""
-        language, last = self.model.language, self.model.language.layers[-1]
+        language = self.model.language
+        last = cast(Layer, language.layers[-1])
         unread = [last.self_attn.q_proj, last.self_attn.o_proj, last.mlp, last.post_attention_layernorm, language.norm]
         if self.config.carry_output_head:
             unread.append(self.model.expert.lm_head)

@@ -54,14 +54,16 @@ class VisionAttention(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            self.add_module(name, nn.Linear(config.width, config.width))
+        self.q_proj = nn.Linear(config.width, config.width)
+        self.k_proj = nn.Linear(config.width, config.width)
+        self.v_proj = nn.Linear(config.width, config.width)
+        self.out_proj = nn.Linear(config.width, config.width)
 
     def forward(self, x_BNM: Tensor) -> Tensor:
         """float32[B * V, N, M] -> the same shape."""
-        heads = (self._split(self.get_submodule(name)(x_BNM)) for name in ("q_proj", "k_proj", "v_proj"))
-        mixed = F.scaled_dot_product_attention(*heads)
-        return self.get_submodule("out_proj")(mixed.transpose(1, 2).flatten(2))
+        queries, keys, values = (self._split(projection(x_BNM)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        mixed = F.scaled_dot_product_attention(queries, keys, values)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
