@@ -110,5 +110,5 @@ def _update(name: str, layer: nn.Module, substitutes: dict[str, Tensor]) -> Tens
 
 
 def _adapter_weight(name: str, layer: nn.Module, part: str, substitutes: dict[str, Tensor]) -> Tensor:
-    adapters = getattr(layer, part)
-    return full_tensor(substitutes.get(f"{name}.{part}.{ADAPTER}.weight", adapters[ADAPTER].weight))
+    key = f"{name}.{part}.{ADAPTER}.weight"
+    return full_tensor(substitutes[key] if key in substitutes else getattr(layer, part)[ADAPTER].weight)

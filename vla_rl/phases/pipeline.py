@@ -1,0 +1,110 @@
+"""`vla-rl run`: a list of phases in order, each resumable, then one report over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from vla_rl.collection.collect import CollectConfig, run_collect
+from vla_rl.config import ConfigError, build, to_plain
+from vla_rl.eval.config import EvalConfig
+from vla_rl.eval.report import write_report
+from vla_rl.eval.runner import run_eval
+from vla_rl.phases.sft import SftConfig, run_sft
+from vla_rl.telemetry.run_directory import RunDirectory
+
+PLACEHOLDER = "{run_dir}"
+"""Replaced by the pipeline's `run_dir` in every text value of its phases, so that one key moves the whole run."""
+
+
+@dataclass(frozen=True)
+class CollectPhase:
+    """Record demonstrations."""
+
+    command: Literal["collect"]
+    """What this phase runs."""
+    recipe: CollectConfig
+    """Its recipe."""
+
+
+@dataclass(frozen=True)
+class SftPhase:
+    """Supervised fine-tuning."""
+
+    command: Literal["sft"]
+    """What this phase runs."""
+    recipe: SftConfig
+    """Its recipe."""
+
+
+@dataclass(frozen=True)
+class EvalPhase:
+    """An evaluation."""
+
+    command: Literal["eval"]
+    """What this phase runs."""
+    recipe: EvalConfig
+    """Its recipe."""
+
+
+Phase = CollectPhase | SftPhase | EvalPhase
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """The recipe of `vla-rl run`."""
+
+    run_dir: str
+    """Folder of the whole run; `{run_dir}` in the phases' text values stands for it."""
+    phases: Annotated[tuple[Phase, ...], tyro.conf.Fixed]
+    """What runs, in order; set in the recipe file only."""
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise ConfigError("phases is empty; give at least one, such as {command: eval, recipe: {...}}")
+        folders = [phase.recipe.run_dir for phase in self.phases]
+        twice = sorted({folder for folder in folders if folders.count(folder) > 1})
+        if twice:
+            raise ConfigError(f"two phases share the run_dir {', '.join(twice)}; give each its own")
+
+
+def run_pipeline(config: PipelineConfig) -> int:
+    """Run every phase in order and write the report; stops at the first phase whose exit status is not 0 and returns it.
+
+    Each phase resumes in its own run directory, so starting the pipeline again goes on where it stopped.
+    """
+    console = Console(stderr=True)
+    run = RunDirectory.open(config.run_dir, config)
+    for number, phase in enumerate(config.phases, start=1):
+        recipe = _in_run_dir(phase.recipe, config.run_dir)
+        console.rule(f"[{number}/{len(config.phases)}] {phase.command}: {recipe.run_dir}", align="left")
+        status = _run_phase(recipe)
+        if status:
+            console.print(f"{phase.command} ended with status {status}; start the same command again to go on.")
+            return status
+    console.print(f"Report: {write_report(run.path)}")
+    return 0
+
+
+def _run_phase(recipe: CollectConfig | SftConfig | EvalConfig) -> int:
+    if isinstance(recipe, CollectConfig):
+        return run_collect(recipe)
+    return run_sft(recipe) if isinstance(recipe, SftConfig) else run_eval(recipe)
+
+
+def _in_run_dir[T](recipe: T, run_dir: str) -> T:
+    """The recipe with `{run_dir}` filled in."""
+    return build(type(recipe), _filled(to_plain(recipe), str(Path(run_dir))))
+
+
+def _filled(value: Any, run_dir: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(PLACEHOLDER, run_dir)
+    if isinstance(value, Mapping):
+        return {key: _filled(item, run_dir) for key, item in value.items()}
+    return [_filled(item, run_dir) for item in value] if isinstance(value, list) else value
