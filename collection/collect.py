@@ -1,0 +1,174 @@
+"""`vla-rl collect`: scripted demonstrations through parallel workers into a folder of episodes.
+
+Every episode is a function of the recipe and its number: which worker ran it, when, and after how many interruptions leaves no
+trace in its file. A finished episode survives whatever happens to the process.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vla_rl.actors import scripted_actor
+from vla_rl.collection.config import CollectConfig
+from vla_rl.collection.plan import noisy_expert, plan_demonstrations, provenance_of
+from vla_rl.collection.recorder import Recorder, fill_frames
+from vla_rl.datasets.store import EpisodeStore
+from vla_rl.episode import Episode, EpisodeSpec
+from vla_rl.eval.progress import EpisodeProgress
+from vla_rl.eval.results import EpisodeRow
+from vla_rl.rollout import ListSource, look_of, run_episodes
+from vla_rl.sim.base import Env, EnvPool
+from vla_rl.sim.factory import make_env
+from vla_rl.sim.pool import MakeEnv, make_pool
+from vla_rl.telemetry.files import read_jsonl, write_json, write_text
+from vla_rl.telemetry.run_directory import RunDirectory
+from vla_rl.telemetry.spans import close_span_log, open_span_log, span
+
+__all__ = ["CollectConfig", "CollectSummary", "collect", "run_collect"]
+
+
+@dataclass(frozen=True)
+class CollectSummary:
+    """What a run directory holds."""
+
+    planned: int
+    """Episodes of the recipe."""
+    finished: int
+    """Those that ended as success or failure."""
+    successes: int
+    episodes: int
+    """Files written."""
+    steps: int
+    """Control steps of the files."""
+    bytes: int
+    """Size of the files."""
+    tasks: Mapping[str, str]
+    """`SUITE task TASK` -> successes of finished, as `k/n`."""
+    recorded_now: int
+    """Episodes that ended in this start of the command."""
+    wall_s: float
+    """Time this start took (s)."""
+    steps_per_s: float
+    """Control steps of this start per second."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every episode has an outcome."""
+        return self.finished == self.planned
+
+
+def run_collect(config: CollectConfig) -> int:
+    """Collect, or go on collecting, and print a summary; 0 if every planned episode has an outcome, else 1."""
+    summary = collect(config)
+    print(summary_text(summary, config.run_dir))
+    return 0 if summary.complete else 1
+
+
+def collect(config: CollectConfig, make_env: MakeEnv = make_env) -> CollectSummary:
+    """Record what is missing of a recipe into `episodes/`, `episodes.jsonl` and `summary.json` of its run directory.
+
+    Raises ConfigError and SpecError for what the recipe cannot mean, DatasetError if another process records into the directory,
+    StorageError on a full disk.
+    """
+    specs = plan_demonstrations(config)
+    run = RunDirectory.open(config.run_dir, config)
+    store = EpisodeStore(run.path / "episodes")
+    started = time.perf_counter()
+    open_span_log(run.spans_file, role="collect")
+    try:
+        with store.writing(), span("collect"):
+            missing = _missing(specs, run, store)
+            recorded = _record(config, run, store, specs, missing, make_env) if missing else []
+    finally:
+        close_span_log()
+    summary = _summarize(specs, read_jsonl(run.episodes_file), recorded, time.perf_counter() - started)
+    write_json(run.path / "summary.json", asdict(summary))
+    return summary
+
+
+def _missing(specs: Sequence[EpisodeSpec], run: RunDirectory, store: EpisodeStore) -> list[int]:
+    """Numbers of the episodes without an outcome, or whose file is gone. Rows of what will run again are removed."""
+    present = set(store.numbers())
+    rows = read_jsonl(run.episodes_file)
+    valid = [row for row in rows if row["outcome"] != "crash" and (not row["kept"] or row["number"] in present)]
+    if len(valid) != len(rows):
+        write_text(run.episodes_file, "".join(json.dumps(row) + "\n" for row in valid))
+    done = {row["number"] for row in valid}
+    return [number for number in range(len(specs)) if number not in done]
+
+
+def _record(
+    config: CollectConfig, run: RunDirectory, store: EpisodeStore, specs: Sequence[EpisodeSpec], missing: Sequence[int], make_env: MakeEnv
+) -> list[EpisodeRow]:
+    """Run the missing episodes and write each when it ends."""
+    numbers = {specs[number].key: number for number in missing}
+    rows: list[EpisodeRow] = []
+    with ExitStack() as stack:
+        with span("start_envs"):
+            pool = stack.enter_context(closing(make_pool(config.pool, config.env, make_env)))
+            fill = _renderer(config, make_env, stack)
+        recorder = Recorder(store, run.episodes_file, pool.spec, config.frame_every, config.keep_failures, config.compression)
+        progress = stack.enter_context(EpisodeProgress("collect", len(specs), len(specs) - len(missing), config.show_progress))
+        for episode in _episodes(config, pool, [specs[number] for number in missing]):
+            with span("write_episode"):
+                kept = fill_frames(episode, fill, config.frame_every) if fill and recorder.keeps(episode) else episode
+                row = recorder.record(numbers[episode.spec.key], kept, provenance_of(config, episode.spec))
+            rows.append(row)
+            progress.advance(row)
+    return rows
+
+
+def _renderer(config: CollectConfig, make_env: MakeEnv, stack: ExitStack) -> Env | None:
+    """The env that re-simulates kept episodes, if they were not rendered live."""
+    if config.render == "live":
+        return None
+    return stack.enter_context(closing(make_env(config.env, lambda: False, 0, nullcontext())))
+
+
+def _episodes(config: CollectConfig, pool: EnvPool, specs: Sequence[EpisodeSpec]) -> Iterator[Episode]:
+    """Episodes as they end."""
+    actor = scripted_actor(lambda spec: noisy_expert(config, spec))
+    record_every = config.frame_every if config.render == "live" else 0
+    look = look_of(actor.needs, record_every=record_every, record_states=True)
+    return run_episodes(pool, actor, ListSource(specs), lambda spec: look)
+
+
+def _summarize(
+    specs: Sequence[EpisodeSpec], rows: Sequence[Mapping[str, Any]], recorded: Sequence[EpisodeRow], wall_s: float
+) -> CollectSummary:
+    finished = [row for row in rows if row["outcome"] != "crash"]
+    kept = [row for row in finished if row["kept"]]
+    tasks = {
+        f"{spec.suite} task {spec.task}": [row for row in finished if (row["suite"], row["task"]) == (spec.suite, spec.task)]
+        for spec in specs
+    }
+    return CollectSummary(
+        planned=len(specs),
+        finished=len(finished),
+        successes=sum(row["success"] for row in finished),
+        episodes=len(kept),
+        steps=sum(row["steps"] for row in kept),
+        bytes=sum(row["bytes"] for row in kept),
+        tasks={name: f"{sum(row['success'] for row in of_task)}/{len(of_task)}" for name, of_task in tasks.items()},
+        recorded_now=len(recorded),
+        wall_s=wall_s,
+        steps_per_s=sum(row.steps for row in recorded) / wall_s,
+    )
+
+
+def summary_text(summary: CollectSummary, run_dir: str) -> str:
+    """The summary for a person."""
+    lines = [f"{name}: {counts} succeeded" for name, counts in summary.tasks.items()]
+    lines.append(f"{summary.episodes} episodes, {summary.steps} control steps, {summary.bytes / 2**20:.1f} MiB in {run_dir}/episodes")
+    lines.append(f"this start: {summary.recorded_now} episodes in {summary.wall_s:.0f} s, {summary.steps_per_s:.1f} control steps/s")
+    if not summary.complete:
+        lost = summary.planned - summary.finished
+        lines.append(
+            f"INCOMPLETE: {lost} of {summary.planned} episodes crashed twice (reasons in episodes.jsonl); start again to retry them"
+        )
+    return "\n".join(lines)

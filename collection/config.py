@@ -1,0 +1,71 @@
+"""The recipe of `vla-rl collect`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vla_rl.datasets.hdf5 import DEFAULT_COMPRESSION, Compression
+from vla_rl.episode import SPLITS
+from vla_rl.sim.base import EnvConfig
+from vla_rl.sim.pool import PoolConfig
+
+
+@dataclass(frozen=True)
+class CollectConfig:
+    """Scripted demonstrations of some tasks of one suite."""
+
+    run_dir: str
+    """Where `episodes/` and `episodes.jsonl` go; starting again with the same directory records only what is missing."""
+    suite: str = "libero_object"
+    """A LIBERO suite, or `reach` (with env.kind `reach`)."""
+    tasks: tuple[int, ...] = (0,)
+    """Tasks of the suite; empty for all of them."""
+    episodes_per_task: int = 50
+    """Episodes that are tried for each task, those that fail and are dropped included; at least 1."""
+    first_seed: int = 0
+    """Scenes are `sampled:first_seed`, `sampled:first_seed + 1`, ...; 0 to 999999, the range of demonstrations."""
+    goals: Literal["own", "all"] = "own"
+    """`own`: the task's own goal. `all`: each scene is shown once for every task of the suite that it can host, with that
+    task's instruction, so that only the instruction tells what to do (several prompts per scene)."""
+    noise_std: tuple[float, float] = (0.25, 0.4)
+    """Smallest and largest standard deviation of the noise on executed translations (action units), drawn per episode; 0 to 1.
+    Labels stay clean; recoveries from such mistakes are what a policy needs to have seen."""
+    burst_rate: float = 0.0
+    """Probability per control step that a push of several steps in one direction begins; 0 to 1."""
+    max_steps: int | None = None
+    """Control steps after which an episode has failed; none takes the suite's own limit. At least 1."""
+    frame_every: int = 3
+    """Pictures before control steps 0, k, 2k, ...; 1 is dense. Rendering is most of the cost. At least 1."""
+    render: Literal["live", "afterwards"] = "live"
+    """`afterwards` renders only episodes that are kept, by exact re-simulation in this process: pays when most are dropped."""
+    keep_failures: bool = False
+    """Also write episodes that did not reach the goal; they are counted in `episodes.jsonl` either way."""
+    compression: Compression = DEFAULT_COMPRESSION
+    """Of pictures: `lzf`, `gzip` (smaller, slower to read) or `none`."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """Simulator and rendering."""
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """Workers."""
+    show_progress: bool = True
+    """A progress bar with a time estimate on standard error."""
+
+    def __post_init__(self) -> None:
+        for name in ("episodes_per_task", "frame_every", "max_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
+        last = self.first_seed + self.episodes_per_task - 1
+        if self.first_seed < 0 or last not in SPLITS["demonstrations"]:
+            raise ValueError(
+                f"first_seed {self.first_seed} with {self.episodes_per_task} episodes leaves the seeds 0 to 999999 of demonstrations"
+            )
+        low, high = self.noise_std
+        if not 0 <= low <= high <= 1:
+            raise ValueError(f"noise_std is {list(self.noise_std)}, must be [low, high] with 0 <= low <= high <= 1")
+        if not 0 <= self.burst_rate <= 1:
+            raise ValueError(f"burst_rate is {self.burst_rate}, must be 0 to 1")
+        if (self.suite == "reach") != (self.env.kind == "reach"):
+            raise ValueError(
+                f"suite is {self.suite!r} and env.kind is {self.env.kind!r}; 'reach' needs both, LIBERO suites need env.kind 'libero'"
+            )

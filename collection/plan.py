@@ -1,0 +1,117 @@
+"""Which demonstrations a recipe consists of, and who gives them. The list depends on the recipe alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vla_rl.actors import Expert
+from vla_rl.collection.config import CollectConfig
+from vla_rl.config import ConfigError
+from vla_rl.episode import EpisodeSpec, StepProtocol, noise_seed
+
+REACH_MAX_STEPS = 60
+"""Reach's blocks are at most 20 steps away."""
+
+
+def plan_demonstrations(config: CollectConfig) -> list[EpisodeSpec]:
+    """The episodes of a recipe, task by task; position in the list is the episode's number.
+
+    Raises SpecError or ConfigError for a suite, task or goal that does not exist or that no expert can reach.
+    """
+    specs = [spec for task in task_numbers(config) for spec in _of_task(config, task)]
+    goals: dict[tuple[int, str], EpisodeSpec] = {(spec.task, spec.goal): spec for spec in specs}
+    for spec in goals.values():
+        _require_expert(config, spec)
+    return specs
+
+
+def task_numbers(config: CollectConfig) -> Sequence[int]:
+    """The tasks of a recipe. Raises SpecError or ConfigError for one that does not exist."""
+    if config.suite == "reach":
+        from vla_rl.sim.reach_layout import COLOURS
+
+        count = len(COLOURS)
+    else:
+        from vla_rl.sim.libero.tasks import num_tasks
+
+        count = num_tasks(config.suite)
+    beyond = [task for task in config.tasks if task not in range(count)]
+    if beyond:
+        raise ConfigError(f"tasks has {beyond}; suite {config.suite!r} has tasks 0 to {count - 1}")
+    return config.tasks or range(count)
+
+
+def _of_task(config: CollectConfig, task: int) -> list[EpisodeSpec]:
+    """`episodes_per_task` specs: a seed for each, or, with `goals: all`, every goal in the scene of a seed before the next one."""
+    goals = [("", ""), *_other_goals(config, task)] if config.goals == "all" else [("", "")]
+    protocol = StepProtocol(max_steps=config.max_steps or _max_steps(config.suite))
+    specs = []
+    for number in range(config.episodes_per_task):
+        scene, which = divmod(number, len(goals))
+        prompt, goal = goals[which]
+        init = f"sampled:{config.first_seed + scene}"
+        specs.append(EpisodeSpec(config.suite, task, init, "demonstrations", protocol, goal=goal, prompt=prompt))
+    return specs
+
+
+def _other_goals(config: CollectConfig, task: int) -> list[tuple[str, str]]:
+    """(instruction, goal) of the suite's other tasks that the scene of `task` can host."""
+    if config.suite == "reach":
+        raise ConfigError(
+            "goals is 'all' and suite 'reach': its scenes differ in which blocks they hold; use goals 'own' and several tasks"
+        )
+    from vla_rl.eval.plan import other_goals
+
+    return other_goals(config.suite, task)
+
+
+def _max_steps(suite: str) -> int:
+    if suite == "reach":
+        return REACH_MAX_STEPS
+    from vla_rl.sim.libero.tasks import max_steps
+
+    return max_steps(suite)
+
+
+def action_noise(config: CollectConfig, spec: EpisodeSpec) -> float:
+    """Standard deviation of the noise in this episode, uniform in the recipe's range, from the spec alone."""
+    return float(np.random.default_rng(noise_seed(spec, 0, "noise level")).uniform(*config.noise_std))
+
+
+def noisy_expert(config: CollectConfig, spec: EpisodeSpec) -> Expert:
+    """The scripted expert of an episode, with its mistakes. Raises UnsupportedGoal if there is none for its goal."""
+    noise, seed = action_noise(config, spec), noise_seed(spec, 0, "expert")
+    if spec.suite == "reach":
+        from vla_rl.sim.reach_expert import ReachExpert
+
+        return ReachExpert(spec, noise, seed, config.burst_rate)
+    from vla_rl.sim.experts.expert import ScriptedExpert
+    from vla_rl.sim.libero.tasks import goal_of
+
+    return ScriptedExpert(goal_of(spec), noise, seed, config.burst_rate)
+
+
+def _require_expert(config: CollectConfig, spec: EpisodeSpec) -> None:
+    from vla_rl.sim.experts.expert import UnsupportedGoal
+
+    try:
+        noisy_expert(config, spec)
+    except UnsupportedGoal as error:
+        raise ConfigError(f"tasks has {spec.task}, {spec.suite} task {spec.task}: {error}") from error
+
+
+def provenance_of(config: CollectConfig, spec: EpisodeSpec) -> dict[str, Any]:
+    """JSON values about who acted, and LIBERO's names of the task."""
+    actor = {"name": "expert", "noise_std": action_noise(config, spec), "burst_rate": config.burst_rate}
+    return {"actor": actor, "task": {} if spec.suite == "reach" else _libero_names(spec)}
+
+
+def _libero_names(spec: EpisodeSpec) -> dict[str, str]:
+    from vla_rl.sim.libero import packaging, tasks
+
+    path = tasks.load_task(spec.suite, spec.task).bddl_path
+    problem = packaging.bddl_parser().get_problem_info(str(path))["problem_name"]
+    return {"problem": problem, "bddl_file": path.name}
