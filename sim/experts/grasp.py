@@ -26,7 +26,9 @@ FINGER_OUTLINE_FC = np.array([[side * along, across] for side in (-1, 1) for alo
 NEIGHBOUR_MARGIN = 0.012
 """Distance to a neighbour (m) below which a grasp is marked down."""
 SKEWS = np.radians([0.0, -12.0, 12.0, -24.0, 24.0])
-RIM_ANGLES = np.radians(np.arange(0, 360, 30))
+RIM_ANGLES = np.radians(np.arange(0, 360, 15))
+RIM_INSETS = (0.0, 0.01)
+"""Distances (m) of the grip site inward from the wall: further in, the outer finger needs less room and pushes the bowl while it closes."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def choose_grasp(solid: Solid, neighbours: Iterable[Solid], present_angle: float
 def candidates(solid: Solid, present_angle: float) -> list[Grasp]:
     """All grasps that fit the object's shape, the most natural first."""
     if solid.hollow:
-        return [rim_grasp(solid, angle) for angle in RIM_ANGLES]
+        return [rim_grasp(solid, angle, inset) for inset in RIM_INSETS for angle in RIM_ANGLES]
     height = grip_height(solid)
     if solid.round:
         return [Grasp(present_angle + skew, (0.0, 0.0, height)) for skew in np.radians([0, -15, 15, -30, 30, -45, 45, -60, 60, 90])]
@@ -69,9 +71,9 @@ def grip_height(solid: Solid) -> float:
     return max(0.0, lowest, solid.half_z - PALM + 0.004)
 
 
-def rim_grasp(solid: Solid, angle: float) -> Grasp:
-    """Hold the wall of a bowl at world angle `angle` seen from its centre."""
-    radius = (solid.half_u + solid.half_v) / 2 - solid.wall / 2
+def rim_grasp(solid: Solid, angle: float, inset: float) -> Grasp:
+    """Hold the wall of a bowl at world angle `angle` seen from its centre, the grip site `inset` inward of the wall."""
+    radius = (solid.half_u + solid.half_v) / 2 - solid.wall / 2 - inset
     return Grasp(angle, (radius * np.cos(angle), radius * np.sin(angle), solid.half_z + FINGERTIP))
 
 

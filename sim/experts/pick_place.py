@@ -23,6 +23,10 @@ SLIP = 0.03
 """An object that moved this far (m) relative to the hand since it was grasped is lost."""
 HOVER = 0.10
 """The hand comes down to a grasp from this height (m)."""
+LIFT = 0.06
+"""An object rises this far (m) before it moves sideways: out of a drawer, over the rim of what it stood on."""
+WAIT_HEIGHT = 0.06
+"""While the fingers still open or the hand still turns, it waits this far (m) above the grasp."""
 PLACE_TOLERANCE = 0.012
 RELEASE_STEPS = 10
 MAX_CLOSE_STEPS = 16
@@ -33,13 +37,14 @@ class Phase(Enum):
 
     REACH = "reach"
     CLOSE = "close"
+    LIFT = "lift"
     CARRY = "carry"
     RELEASE = "release"
     RETREAT = "retreat"
 
 
 class PickPlace:
-    """Reach, close, carry, release; back to reaching when the object is not in the hand."""
+    """Reach, close, lift, carry, release; back to reaching when the object is not in the hand."""
 
     def __init__(self, predicate: list[str]) -> None:
         self.predicate = predicate
@@ -49,6 +54,7 @@ class PickPlace:
         self.grasp: Grasp | None = None
         self.tried: list[Grasp] = []
         self.hold = np.zeros(3)
+        self.travel_height = 0.0
         self.width = 0.0
 
     def act(self, privileged: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -78,10 +84,14 @@ class PickPlace:
         elif self.phase is Phase.CLOSE:
             if self._closed(privileged):
                 self.hold = solid.position - hand
-                self._enter(Phase.CARRY)
-        elif self.phase is Phase.CARRY:
+                self.travel_height = solid.position[2] + LIFT
+                self._enter(Phase.LIFT)
+        elif self.phase in (Phase.LIFT, Phase.CARRY):
             if _width(privileged) < HELD_WIDTH or np.linalg.norm(solid.position - hand - self.hold) > SLIP:
                 self._give_up()
+            elif self.phase is Phase.LIFT:
+                if solid.position[2] > self.travel_height - 0.01:
+                    self._enter(Phase.CARRY)
             elif np.linalg.norm(self._target(solid, privileged).position - solid.position) < PLACE_TOLERANCE:
                 self._enter(Phase.RELEASE)
         elif self.phase is Phase.RELEASE:
@@ -111,9 +121,12 @@ class PickPlace:
         return placement_of(self.predicate, solid, privileged)
 
     def _command(self, hand: np.ndarray, solid: Solid, privileged: Mapping[str, np.ndarray]) -> np.ndarray:
+        if self.phase is Phase.LIFT:
+            return osc_action(np.array([0.0, 0.0, LIFT]), np.zeros(3), CLOSE)
         if self.phase is Phase.CARRY:
             target = self._target(solid, privileged)
-            return osc_action(funnel(target.position - solid.position, target.clearance, tolerance=0.015), np.zeros(3), CLOSE)
+            clearance = max(target.clearance, self.travel_height - target.position[2])
+            return osc_action(funnel(target.position - solid.position, clearance, tolerance=0.015), np.zeros(3), CLOSE)
         if self.phase is Phase.RELEASE:
             return osc_action(np.zeros(3), np.zeros(3), OPEN)
         if self.phase is Phase.RETREAT:
@@ -130,7 +143,7 @@ class PickPlace:
             return osc_action(error, np.zeros(3), CLOSE)
         turn = half_turn_difference(self.grasp.finger_angle, finger_angle(quaternion))
         if _width(privileged) < OPEN_WIDTH or abs(turn) > 2 * YAW_TOLERANCE:
-            error = error + [0.0, 0.0, 0.06]
+            error = error + np.array([0.0, 0.0, WAIT_HEIGHT])
         rotation = np.zeros(3)
         if abs(turn) > YAW_TOLERANCE / 2:
             rotation = rotation_error(straight_down(self.grasp.finger_angle, quaternion), quaternion)

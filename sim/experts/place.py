@@ -11,6 +11,8 @@ from vla_rl.sim.experts.shapes import CATALOGUE, Solid, category_of, solid_of
 
 BASKET_DEPTH = 0.05
 """Aim this far above the centre of the contain region (m): inside it, with the hand still over the basket's wall."""
+BURNER_HEIGHT = 0.022
+"""Height (m) of a stove's burner over the origin of its cook region."""
 TABLE_CLEARANCE = 0.08
 """How high (m) a carried object travels over a flat destination."""
 
@@ -55,8 +57,6 @@ def _seat_height(name: str, privileged: Mapping[str, np.ndarray]) -> float:
 
 
 def _site_surface(site: str, privileged: Mapping[str, np.ndarray]) -> float:
-    """Height (m) of the surface that belongs to a site; a stove's burner stands above its region."""
-    burner = f"site:{site.removesuffix('_cook_region')}_burner_pos"
-    if site.endswith("_cook_region"):
-        return float(privileged[burner][2])
-    return float(privileged[f"site:{site}_pos"][2])
+    """Height (m) of the surface that belongs to a site; a stove's burner stands above its cook region."""
+    above_site = BURNER_HEIGHT if site.endswith("_cook_region") else 0.0
+    return float(privileged[f"site:{site}_pos"][2]) + above_site

@@ -119,7 +119,30 @@ def solid_of(name: str, privileged: Mapping[str, np.ndarray]) -> Solid:
 def solids_in(privileged: Mapping[str, np.ndarray]) -> dict[str, Solid]:
     """All objects of the scene that the catalogue knows."""
     names = [key.removesuffix("_quat") for key in privileged if key.endswith("_quat")]
-    return {name: solid_of(name, privileged) for name in names if category_of(name) in CATALOGUE}
+    known = [name for name in names if category_of(name) in CATALOGUE]
+    cabinets = [name for name in known if category_of(name) == "wooden_cabinet"]
+    walls = {f"{name}/{index}": wall for name in cabinets for index, wall in enumerate(open_drawer_walls(name, privileged))}
+    return {name: solid_of(name, privileged) for name in known} | walls
+
+
+DRAWER_HEIGHTS = {"top": 0.184, "middle": 0.114, "bottom": 0.045}
+"""Height (m) of the middle of each drawer of a wooden cabinet over the cabinet's origin; the walls reach 0.032 up and down."""
+DRAWER_WALLS = ((0.003, -0.076, 0.107, 0.007), (0.003, 0.091, 0.107, 0.004), (-0.102, 0.011, 0.003, 0.081), (0.109, 0.011, 0.003, 0.081))
+"""Front, back and sides of a closed drawer in the cabinet's frame: centre x, y and half sizes (m)."""
+
+
+def open_drawer_walls(cabinet: str, privileged: Mapping[str, np.ndarray]) -> list[Solid]:
+    """The walls of the drawers that stand open by more than 2 cm; a drawer slides along the cabinet's y axis."""
+    position, rotation = privileged[f"{cabinet}_pos"], rotation_matrix(privileged[f"{cabinet}_quat"])
+    walls = []
+    for drawer, height in DRAWER_HEIGHTS.items():
+        slide = float(np.ravel(privileged[f"joint:{cabinet}_{drawer}_level"])[0])
+        if slide < -0.02:
+            for x, y, half_x, half_y in DRAWER_WALLS:
+                centre = position + rotation @ [x, y + slide, height]
+                angle = float(np.arctan2(rotation[1, 0], rotation[0, 0]))
+                walls.append(Solid(centre, centre, angle, half_x, half_y, 0.032, round=False, wall=0.0))
+    return walls
 
 
 def _axis_of_revolution(shape: Shape) -> int:
