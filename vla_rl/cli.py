@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from vla_rl.config import ConfigError, load_recipe, nearest_name
 from vla_rl.errors import UserError
@@ -48,15 +49,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _recipe_command(module: str, config_class: str, run: str) -> Callable[[Sequence[str]], int]:
+RECIPES = {
+    "collect": ("vla_rl.collection.collect", "CollectConfig", "run_collect"),
+    "sft": ("vla_rl.phases.sft", "SftConfig", "run_sft"),
+    "eval": ("vla_rl.eval.runner", "EvalConfig", "run_eval"),
+    "run": ("vla_rl.phases.pipeline", "PipelineConfig", "run_pipeline"),
+}
+"""Command -> module, recipe dataclass and function of its phase; imported only when the command runs."""
+
+
+def recipe_class(command: str) -> type[Any]:
+    """The dataclass that the recipe of a command fills."""
+    module, config_class, _ = RECIPES[command]
+    return getattr(importlib.import_module(module), config_class)
+
+
+def _recipe_command(name: str) -> Callable[[Sequence[str]], int]:
     """A command `NAME RECIPE [overrides]` that loads a recipe and hands it to a phase."""
 
     def command(arguments: Sequence[str]) -> int:
         if not arguments or arguments[0].startswith("-"):
             raise ConfigError("the first argument is a recipe file, for example configs/demo.yaml")
-        phase = importlib.import_module(module)
-        config = load_recipe(getattr(phase, config_class), Path(arguments[0]), arguments[1:])
-        return getattr(phase, run)(config)
+        module, _, run = RECIPES[name]
+        config = load_recipe(recipe_class(name), Path(arguments[0]), arguments[1:])
+        return getattr(importlib.import_module(module), run)(config)
 
     return command
 
@@ -101,11 +117,8 @@ def _bench(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
-    "collect": _recipe_command("vla_rl.collection.collect", "CollectConfig", "run_collect"),
-    "sft": _recipe_command("vla_rl.phases.sft", "SftConfig", "run_sft"),
-    "eval": _recipe_command("vla_rl.eval.runner", "EvalConfig", "run_eval"),
+    **{name: _recipe_command(name) for name in RECIPES},
     "compare": _compare,
-    "run": _recipe_command("vla_rl.phases.pipeline", "PipelineConfig", "run_pipeline"),
     "report": _report,
     "bench": _bench,
 }

@@ -1,0 +1,61 @@
+"""Commands, exit statuses and what bad input prints."""
+
+from pathlib import Path
+
+import pytest
+
+from vla_rl.cli import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert main([]) == 2
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS), "the usage text names every command"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evla"], "no command 'evla'; did you mean 'eval'?"),
+        (["sft"], "the first argument is a recipe file"),
+        (["sft", "no/such.yaml"], "no recipe at no/such.yaml"),
+        (["bench", "simm"], "no benchmark 'simm'; did you mean 'sim'?"),
+        (["compare", "a"], "compare takes two run directories"),
+        (["report"], "report takes one run directory"),
+        (["doctor", "--jsn"], "doctor takes only --json, not --jsn"),
+    ],
+)
+def test_bad_commands_are_one_clear_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert message in output.err and "Traceback" not in output.err
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "message"),
+    [
+        ("sft", "run_dir: {dir}/x\ndata: {paths: [a]}\nengine: {lrr: 1.0}\n", "unknown key 'engine.lrr'; did you mean"),
+        ("sft", "run_dir: {dir}/x\ndata: {paths: [a]}\nlr: 1.0\n", "belongs at 'engine."),
+        ("sft", "run_dir: {dir}/x\ndata: {paths: [a]}\nupdates: many\n", "updates is 'many' (str); it must be a int"),
+        ("sft", "run_dir: {dir}/x\ndata: {paths: [a]}\npolicy: {family: pi1}\n", "did you mean"),
+        ("eval", "run_dir: {dir}/x\nactor: noop\nsuite: libero_objct\n", "libero_object"),
+        ("eval", "run_dir: {dir}/x\nactor: noop\nprotocol: openpie\n", "openpi"),
+        ("eval", "run_dir: {dir}/x\nactor: noop\ntasks: [12]\n", "tasks 0 to 9"),
+        ("eval", "run_dir: {dir}/x\nactor: policy\ncheckpoint: {dir}/nothing\n", "nothing"),
+        ("collect", "run_dir: {dir}/x\ntasks: [77]\n", "tasks 0 to 9"),
+        ("run", "run_dir: {dir}/x\nphases: []\n", "phases is empty"),
+        ("run", "run_dir: {dir}/x\nphases: [{command: evil, recipe: {}}]\n", "did you mean 'eval'"),
+    ],
+)
+def test_bad_recipes_name_the_key_and_write_no_result(
+    command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text.replace("{dir}", str(tmp_path)))
+    assert main([command, str(recipe)]) == 2
+    output = capsys.readouterr()
+    assert message in output.err and "Traceback" not in output.err
+    assert not (tmp_path / "x" / "episodes.jsonl").exists()
