@@ -1,0 +1,250 @@
+"""Flow policies as stochastic policies: denoise steps with a density, for reinforcement learning.
+
+Shape legend: B batch;  C actions per chunk;  A action dimensions of the model;  D real action dimensions (the first of A);
+              N denoise steps;  K recorded (stochastic) steps of a chunk, 1 or N.
+
+In terms of the share of noise tau (see `policies/flow.py`), which runs from 1 to 0 on a grid of N equal steps delta = 1/N, and with
+u = noise - actions, the velocity's direction whichever way time runs:
+
+    ode         mean = x - delta u                                                           std = 0
+    flow_sde    mean = x - delta u - (s^2 delta / (2 tau)) (x + (1 - tau) u)                 std = s sqrt(delta)
+                s = a sqrt(tau / (1 - tau)); at tau = 1 the denominator takes the next grid point, so s_0 = a sqrt(N), std_0 = a
+    flow_noise  mean = x - delta u                                                           std = learned, per dimension
+
+`flow_sde` has, in the limit of small steps, the marginals of the ODE at every tau (Liu et al. 2025, Flow-GRPO; the form of RLinf's
+pi0 recipes); `flow_noise` learns its spread (Zhang et al. 2025, ReinFlow). The unclipped sample carries the density, and the
+log-probability of an action is summed over its D real dimensions and over the recorded steps.
+
+Rollout and trainer both go through `_transition`, with the times of one table: equal weights and equal batch shapes give
+log-ratios of exactly 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vla_rl.errors import UserError
+from vla_rl.policies.flow import Flow
+
+SpreadVelocityFn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(x_t float32[B, C, A], time float32[B]) -> (velocity float32[B, C, A], raw output of a noise head [B, C, A] or None)."""
+
+_STREAM = 0x1E3779B97F4A7C15
+"""Separates the seeds of the transitions' noise from those of the initial noise."""
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """How a flow policy explores while it learns; evaluation integrates the ODE."""
+
+    method: Literal["flow_sde", "flow_noise"] = "flow_sde"
+    """`flow_sde`: noise from the flow's own schedule. `flow_noise`: a learned spread; the policy needs a noise head."""
+    stochastic_steps: Literal["one", "all"] = "one"
+    """`one`: one denoise step per chunk, drawn from the row's seed, the others deterministic (the trainer then evaluates one
+    velocity per chunk, 1/N of the cost). `all`: the whole chain."""
+    noise_level: float = 0.5
+    """a of `flow_sde`; above 0. Not used by `flow_noise`."""
+    std_min: float = 0.08
+    """Smallest learned standard deviation of `flow_noise`, in normalised action units; above 0."""
+    std_max: float = 0.16
+    """Largest learned standard deviation of `flow_noise`; at least `std_min`."""
+
+    def __post_init__(self) -> None:
+        if not self.noise_level > 0:
+            raise UserError(f"exploration.noise_level is {self.noise_level}; without noise there is no density: set it above 0")
+        if not 0 < self.std_min <= self.std_max:
+            raise UserError(
+                f"exploration.std_min is {self.std_min} and std_max is {self.std_max}; they must satisfy 0 < std_min <= std_max"
+            )
+
+
+@dataclass(frozen=True)
+class StochasticDraws:
+    """The random numbers of each row's transitions, from that row's seed alone."""
+
+    noise_BNCA: Tensor
+    """float32[B, N, C, A], standard normal, one per denoise step."""
+    index_B: Tensor
+    """int64[B] in [0, N): the stochastic step where there is only one."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A sampled chunk with the transitions that a learner needs."""
+
+    actions_BCA: Tensor
+    """float32[B, C, A]: the end of the chain, unclipped."""
+    x_t_BKCA: Tensor
+    """float32[B, K, C, A]: where each recorded transition began."""
+    x_next_BKCA: Tensor
+    """float32[B, K, C, A]: where it went."""
+    denoise_index_BK: Tensor
+    """int64[B, K]: which steps these are."""
+    log_prob_BC: Tensor
+    """float32[B, C]: per action, summed over real dimensions and recorded steps."""
+
+
+def stochastic_draws(seeds: Sequence[int], denoise_steps: int, chunk_shape: tuple[int, int], device: torch.device) -> StochasticDraws:
+    """Draw every row with a generator of its own, on the CPU, so that no row depends on the batch or the device.
+
+    `chunk_shape` is (C, A). The stream is another one than `row_noise`'s of the same seed.
+    """
+    noise_BNCA = torch.empty(len(seeds), denoise_steps, *chunk_shape)
+    index_B = torch.empty(len(seeds), dtype=torch.int64)
+    generator = torch.Generator()
+    for row, seed in enumerate(seeds):
+        generator.manual_seed((int(seed) + _STREAM) % 2**63)
+        torch.randn(denoise_steps, *chunk_shape, generator=generator, out=noise_BNCA[row])
+        index_B[row] = torch.randint(denoise_steps, (), generator=generator)
+    return StochasticDraws(noise_BNCA.to(device), index_B.to(device))
+
+
+def sde_std(denoise_steps: int, noise_level: float) -> list[float]:
+    """Standard deviation of each `flow_sde` step, from noise to data: s_i sqrt(1/N). For a = 0.5, N = 5: 0.5, 0.4472, 0.2739, ..."""
+    return [sigma / math.sqrt(denoise_steps) for sigma in _sde_sigma(denoise_steps, noise_level)]
+
+
+def learned_std(raw: Tensor, std_min: float, std_max: float) -> Tensor:
+    """Standard deviation from a noise head's output: tanh, mapped to log-variances in [log std_min^2, log std_max^2]."""
+    low, high = 2 * math.log(std_min), 2 * math.log(std_max)
+    return torch.exp(0.5 * (low + 0.5 * (torch.tanh(raw) + 1.0) * (high - low)))
+
+
+def gaussian_log_prob(x_BCA: Tensor, mean_BCA: Tensor, std_BCA: Tensor, action_dims: int) -> Tensor:
+    """float32[B, C]: log N(x; mean, std^2) summed over the first `action_dims` dimensions; padding has no say.
+
+    -1/2 ((x - mean) / std)^2 - log std - 1/2 log 2 pi, in float32; `std_BCA` may have size 1 in any dimension.
+    """
+    std_BCA = std_BCA.expand_as(mean_BCA)[..., :action_dims].float()
+    z_BCD = (x_BCA[..., :action_dims].float() - mean_BCA[..., :action_dims].float()) / std_BCA
+    return (-0.5 * z_BCD.square() - std_BCA.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def gaussian_entropy(std_BCA: Tensor, shape_BCA: torch.Size, action_dims: int) -> Tensor:
+    """float32[B, C]: 1/2 log(2 pi e std^2) summed over the first `action_dims` dimensions."""
+    std_BCD = std_BCA.expand(shape_BCA)[..., :action_dims].float()
+    return (std_BCD.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+
+def gaussian_kl(mean_BCA: Tensor, std_BCA: Tensor, other_mean_BCA: Tensor, other_std_BCA: Tensor, action_dims: int) -> Tensor:
+    """float32[B, C]: KL(N(mean, std^2) || N(other)) summed over the first `action_dims` dimensions; exact, not sampled."""
+    std = std_BCA.expand_as(mean_BCA)[..., :action_dims].float()
+    other_std = other_std_BCA.expand_as(mean_BCA)[..., :action_dims].float()
+    gap = (mean_BCA - other_mean_BCA)[..., :action_dims].float()
+    return (other_std.log() - std.log() + (std.square() + gap.square()) / (2 * other_std.square()) - 0.5).sum(-1)
+
+
+@torch.no_grad()
+def sample_chain(
+    flow: Flow,
+    velocity: SpreadVelocityFn,
+    noise_BCA: Tensor,
+    draws: StochasticDraws,
+    exploration: Exploration,
+    action_dims: int,
+) -> Chain:
+    """Denoise from noise to actions with one or all steps stochastic, keeping the stochastic transitions.
+
+    `velocity` is called N times, on all rows at one time each; N is the draws'. `action_dims` is D.
+    """
+    denoise_steps = draws.noise_BNCA.shape[1]
+    visited = [noise_BCA]
+    log_probs: list[Tensor] = []
+    for step in range(denoise_steps):
+        index_B = torch.full_like(draws.index_B, step)
+        mean_BCA, std_BCA, ode_BCA = _transition(flow, velocity, visited[-1], index_B, denoise_steps, exploration)
+        sampled_BCA = mean_BCA + std_BCA * draws.noise_BNCA[:, step]
+        log_probs.append(gaussian_log_prob(sampled_BCA, mean_BCA, std_BCA, action_dims))
+        chosen_B = draws.index_B == step
+        keep_ode = exploration.stochastic_steps == "one"
+        visited.append(torch.where(chosen_B[:, None, None], sampled_BCA, ode_BCA) if keep_ode else sampled_BCA)
+    return _record(torch.stack(visited, 1), torch.stack(log_probs, 1), draws.index_B, exploration)
+
+
+def chain_log_prob(
+    flow: Flow,
+    velocity: SpreadVelocityFn,
+    x_t_BKCA: Tensor,
+    x_next_BKCA: Tensor,
+    denoise_index_BK: Tensor,
+    denoise_steps: int,
+    exploration: Exploration,
+    action_dims: int,
+) -> tuple[Tensor, Tensor]:
+    """(log_prob_BC, entropy_BC) float32[B, C] of recorded transitions under `velocity`'s weights, with gradient.
+
+    `velocity` is called K times with B rows, as at rollout. Raises ValueError where the record does not fit the settings.
+    """
+    kept = x_t_BKCA.shape[1]
+    if kept != (1 if exploration.stochastic_steps == "one" else denoise_steps):
+        raise ValueError(
+            f"the record holds {kept} transitions per chunk, but stochastic_steps is {exploration.stochastic_steps!r} of "
+            f"{denoise_steps} denoise steps; recompute with the exploration settings of the rollout"
+        )
+    log_probs: list[Tensor] = []
+    entropies: list[Tensor] = []
+    for k in range(kept):
+        mean_BCA, std_BCA, _ = _transition(flow, velocity, x_t_BKCA[:, k], denoise_index_BK[:, k], denoise_steps, exploration)
+        log_probs.append(gaussian_log_prob(x_next_BKCA[:, k], mean_BCA, std_BCA, action_dims))
+        entropies.append(gaussian_entropy(std_BCA, mean_BCA.shape, action_dims))
+    return torch.stack(log_probs, 1).sum(1), torch.stack(entropies, 1).sum(1)
+
+
+def _transition(
+    flow: Flow, velocity: SpreadVelocityFn, x_BCA: Tensor, index_B: Tensor, denoise_steps: int, exploration: Exploration
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, std, ODE's next point) of the denoise steps `index_B`, each with its row's own time; see the module's docstring."""
+    grid = flow.grid(denoise_steps)
+    time_B = _gather(grid, index_B)
+    velocity_BCA, raw_BCA = velocity(x_BCA, time_B)
+    stride_B = _gather([following - time for time, following in pairwise(grid)], index_B)
+    ode_BCA = x_BCA + stride_B[:, None, None] * velocity_BCA
+    if exploration.method == "flow_noise":
+        if raw_BCA is None:
+            raise ValueError("exploration.method is 'flow_noise', but the policy has no noise head; build it with one or use 'flow_sde'")
+        return ode_BCA, learned_std(raw_BCA, exploration.std_min, exploration.std_max), ode_BCA
+    noise_BCA = flow.endpoints(x_BCA, velocity_BCA, time_B)[1]
+    sigma = _sde_sigma(denoise_steps, exploration.noise_level)
+    pull = [s * s / (2 * denoise_steps * _share(i, denoise_steps)) for i, s in enumerate(sigma)]
+    std_B = _gather(sde_std(denoise_steps, exploration.noise_level), index_B)
+    return ode_BCA - _gather(pull, index_B)[:, None, None] * noise_BCA, std_B[:, None, None], ode_BCA
+
+
+def _share(index: int, denoise_steps: int) -> float:
+    """tau_i, the share of noise where step i begins."""
+    return 1.0 - index / denoise_steps
+
+
+def _sde_sigma(denoise_steps: int, noise_level: float) -> list[float]:
+    """s_i = a sqrt(tau_i / (1 - tau_i)); where tau = 1, 1 - tau is taken at the next grid point."""
+    clean = [max(index, 1) / denoise_steps for index in range(denoise_steps)]
+    return [noise_level * math.sqrt(_share(index, denoise_steps) / clean[index]) for index in range(denoise_steps)]
+
+
+def _gather(table: Sequence[float], index_B: Tensor) -> Tensor:
+    """float32[B]: the table's entry of each row."""
+    return torch.tensor(table, dtype=torch.float32, device=index_B.device)[index_B]
+
+
+def _record(visited_BMCA: Tensor, log_prob_BNC: Tensor, index_B: Tensor, exploration: Exploration) -> Chain:
+    """Keep the stochastic transitions of a chain of M = N + 1 points."""
+    denoise_steps = log_prob_BNC.shape[1]
+    if exploration.stochastic_steps == "all":
+        index_BK = torch.arange(denoise_steps, device=index_B.device).expand(len(index_B), -1)
+    else:
+        index_BK = index_B[:, None]
+    rows = torch.arange(len(index_B), device=index_B.device)[:, None]
+    return Chain(
+        actions_BCA=visited_BMCA[:, -1],
+        x_t_BKCA=visited_BMCA[rows, index_BK],
+        x_next_BKCA=visited_BMCA[rows, index_BK + 1],
+        denoise_index_BK=index_BK.clone(),
+        log_prob_BC=log_prob_BNC[rows, index_BK].sum(1),
+    )
