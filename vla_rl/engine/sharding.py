@@ -56,7 +56,8 @@ def shard(policy: nn.Module, config: EngineConfig, world: World) -> FSDPModule:
     assert isinstance(policy, FSDPModule)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(1.0)  # the engine's divisor is global already
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging or scaled sums
     for name in ENTRY_POINTS:
         if hasattr(policy, name):
             register_fsdp_forward_method(policy, name)

@@ -24,7 +24,7 @@ from vla_rl.datasets.stats import compute_statistics
 from vla_rl.engine.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine, LossResult, StepResult
-from vla_rl.engine.world import World, open_world
+from vla_rl.engine.world import World, close_world, open_world
 from vla_rl.episode import ACTION_DIM
 from vla_rl.phases.evaluation import EvaluationConfig, evaluate_checkpoint
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
@@ -126,6 +126,7 @@ def run_sft(config: SftConfig) -> int:
         if training.world.leads:
             _report(training, leaf_shares(spans, "update"))
     training.loader.close()
+    close_world()
     return 0 if engine.updates == config.updates else INTERRUPTED
 
 
