@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 
 from vla_rl.episode import EpisodeSpec, Observation
+from vla_rl.sim.experts.grasp import can_hold
 from vla_rl.sim.experts.noise import ActionNoise
 from vla_rl.sim.experts.pick_place import PickPlace
-from vla_rl.sim.experts.shapes import CATALOGUE, category_of
+from vla_rl.sim.experts.place import can_place
+from vla_rl.sim.experts.shapes import category_of
 
-Predicate = list[str]
+Goal = list[list[str]]
+"""A conjunction of predicates as LIBERO parses them, such as `[["in", "milk_1", "basket_1_contain_region"]]`."""
 
 
 class UnsupportedGoal(ValueError):
@@ -28,10 +31,16 @@ class Skill(Protocol):
 
 
 class ScriptedExpert:
-    """Acts in one episode; `act` must be called once per control step, in order."""
+    """Acts in one episode; `act` must be called once per control step, in order.
 
-    def __init__(self, goal: list[Predicate], noise: float, seed: int, burst_rate: float = 0.0) -> None:
-        self.skill = _skill_for(goal)
+    noise: standard deviation of the Gaussian noise on the executed translation (action units, 0 to about 0.4).
+    seed: of that noise; the same goal, seed and observations give the same actions.
+    burst_rate: chance per control step that a push in a random direction begins, see `noise.py`.
+    Raises UnsupportedGoal.
+    """
+
+    def __init__(self, goal: Goal, noise: float, seed: int, burst_rate: float = 0.0) -> None:
+        self.skill = skill_for(goal)
         self.noise = ActionNoise(noise, burst_rate, seed)
 
     def act(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
@@ -40,22 +49,27 @@ class ScriptedExpert:
         return self.noise.perturb(label), label
 
 
-def _skill_for(goal: list[Predicate]) -> Skill:
-    if len(goal) == 1:
-        for matches, make in SKILLS:
-            if matches(goal[0]):
-                return make(goal[0])
-    raise UnsupportedGoal(
-        f"no scripted expert for the goal {goal}; supported: one predicate, 'in <object> <basket region>' or 'on <object> <place>'"
-    )
+def supports(goal: Goal) -> bool:
+    """Whether there is an expert for this goal."""
+    if len(goal) != 1 or len(goal[0]) != 3:
+        return False
+    relation, name, destination = goal[0]
+    return can_hold(category_of(name)) and can_place(relation, destination)
 
 
-def _is_pick_place(predicate: Predicate) -> bool:
-    return predicate[0] in ("in", "on") and len(predicate) == 3 and category_of(predicate[1]) in CATALOGUE
+def skill_for(goal: Goal) -> Skill:
+    """The state machine that reaches `goal`. Raises UnsupportedGoal."""
+    if not supports(goal):
+        raise UnsupportedGoal(
+            f"no scripted expert for the goal {goal}; experts put one object that fits between the fingers, or a bowl, "
+            "in a basket's contain_region, or on a plate, bowl, stove, cabinet top or wine rack"
+        )
+    relation, name, destination = goal[0]
+    return PickPlace(relation, name, destination)
 
 
-SKILLS: tuple[tuple[Callable[[Predicate], bool], Callable[[Predicate], Skill]], ...] = ((_is_pick_place, PickPlace),)
-
-
-def make_expert(spec: EpisodeSpec, goal: list[Predicate], noise: float, seed: int) -> ScriptedExpert:
-    return ScriptedExpert(goal, noise, seed)
+def make_expert(spec: EpisodeSpec, goal: Goal, noise: float, seed: int, burst_rate: float = 0.0) -> ScriptedExpert:
+    """The expert of an episode. Raises UnsupportedGoal naming the episode."""
+    if not supports(goal):
+        raise UnsupportedGoal(f"{spec.key}: {goal} is no goal of a scripted expert")
+    return ScriptedExpert(goal, noise, seed, burst_rate)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from vla_rl.sim.experts.controller import half_turn_difference
-from vla_rl.sim.experts.shapes import Solid
+from vla_rl.sim.experts.shapes import CATALOGUE, Solid
 
 FINGERTIP = -0.012
 """Lowest point of the fingers relative to the grip site (m)."""
 PALM = 0.026
 """Underside of the hand relative to the grip site (m): an object may stand this far above it between the fingers."""
 FLOOR_CLEARANCE = 0.002
-OPENING = 0.08
-"""Distance of the open finger pads (m)."""
+WIDEST = 0.075
+"""Widest side (m) that fits between the finger pads, which open to 0.08."""
 PALM_OUTLINE_FC = np.stack(np.meshgrid(np.linspace(-0.104, 0.104, 9), [-0.032, 0.0, 0.032]), -1).reshape(-1, 2)
 FINGER_OUTLINE_FC = np.array([[side * along, across] for side in (-1, 1) for along in (0.034, 0.05, 0.068) for across in (-0.011, 0.011)])
 NEIGHBOUR_MARGIN = 0.012
@@ -39,6 +39,15 @@ class Grasp:
     """World angle of the finger line (rad), modulo half a turn."""
     offset: tuple[float, float, float]
     """Grip site relative to the object's centre, world axes (m)."""
+
+
+def can_hold(category: str) -> bool:
+    """Whether the hand can take hold of objects of this category from above."""
+    shape = CATALOGUE.get(category)
+    if shape is None:
+        return False
+    second_widest = sorted(high - low for low, high in zip(shape.low, shape.high))[1]
+    return shape.wall > 0 or second_widest <= WIDEST
 
 
 def choose_grasp(solid: Solid, neighbours: Iterable[Solid], present_angle: float, tried: Iterable[Grasp]) -> Grasp:
@@ -61,7 +70,7 @@ def candidates(solid: Solid, present_angle: float) -> list[Grasp]:
         return [Grasp(present_angle + skew, (0.0, 0.0, height)) for skew in np.radians([0, -15, 15, -30, 30, -45, 45, -60, 60, 90])]
     angles = [solid.angle, solid.angle + np.pi / 2]
     widths = [2 * solid.half_u, 2 * solid.half_v]
-    fitting = [angle for width, angle in zip(widths, angles) if width <= 0.075] or [angles[int(np.argmin(widths))]]
+    fitting = [angle for width, angle in zip(widths, angles) if width <= WIDEST] or [angles[int(np.argmin(widths))]]
     return [Grasp(angle + skew, (0.0, 0.0, height)) for angle in fitting for skew in SKEWS]
 
 
