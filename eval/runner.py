@@ -62,8 +62,12 @@ class _Recorder:
 
 
 def run_eval(config: EvalConfig) -> int:
-    """Evaluate and print; 0 if every spec has an outcome, else 1."""
-    summary = evaluate(config)
+    """Evaluate and print; 0 if every spec has an outcome, else 1. Spans go to the run's `spans.jsonl`."""
+    open_span_log(Path(config.run_dir) / "spans.jsonl", role="eval")
+    try:
+        summary = evaluate(config)
+    finally:
+        close_span_log()
     print(summary_text(summary))
     return 0 if summary.complete else 1
 
@@ -71,6 +75,7 @@ def run_eval(config: EvalConfig) -> int:
 def evaluate(config: EvalConfig, make_env: MakeEnv = make_env) -> Summary:
     """Run what is missing of an evaluation and write `episodes.jsonl`, `summary.json` and `videos/`.
 
+    Its spans go to whatever log is open, so that a training that evaluates sees them in its own.
     Raises ConventionMismatch or ConnectError if actor and env do not fit, ConfigError for a run directory of another recipe
     or of other weights, and what the environment and the checkpoint raise.
     """
@@ -78,17 +83,16 @@ def evaluate(config: EvalConfig, make_env: MakeEnv = make_env) -> Summary:
     recorded = _recorded_actions(config)
     planned = plan_episodes(config, protocol, [spec for spec, _ in recorded])
     run = RunDirectory.open(config.run_dir, config)
-    open_span_log(run.spans_file, role="eval")
-    try:
-        with span("eval"), ExitStack() as stack:
-            with span("load_actor"):
-                contestant = make_contestant(config, {spec.key: actions for spec, actions in recorded})
-                stack.enter_context(closing(contestant.actor))
-            with span("start_envs"):
-                pool = stack.enter_context(closing(make_pool(config.pool, config.env, make_env)))
-            return _evaluate(config, run, planned, protocol, contestant, pool)
-    finally:
-        close_span_log()
+    with span("eval"), ExitStack() as stack:
+        with span("load_actor"):
+            contestant = make_contestant(config, {spec.key: actions for spec, actions in recorded})
+            stack.enter_context(closing(contestant.actor))
+        with span("start_envs"):
+            pool = stack.enter_context(closing(make_pool(config.pool, config.env, make_env)))
+        summary = _evaluate(config, run, planned, protocol, contestant, pool)
+        with span("stop_envs"):
+            stack.close()
+    return summary
 
 
 def _evaluate(

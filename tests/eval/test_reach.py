@@ -12,7 +12,7 @@ import pytest
 from vla_rl.eval.compare import run_compare
 from vla_rl.eval.config import EvalConfig
 from vla_rl.eval.results import read_rows
-from vla_rl.eval.runner import evaluate
+from vla_rl.eval.runner import evaluate, run_eval
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
 
@@ -68,6 +68,6 @@ def test_a_swapped_prompt_names_the_other_block_of_the_same_scene(tmp_path: Path
 
 
 def test_spans_explain_the_time(tmp_path: Path) -> None:
-    evaluate(config_of(tmp_path, "noop", tasks=(0,)))
+    assert run_eval(config_of(tmp_path, "noop", tasks=(0,))) == 0
     names = {json.loads(line)["name"] for line in (tmp_path / "spans.jsonl").read_text().splitlines()}
     assert {"eval", "load_actor", "start_envs", "write_rows"} <= names
