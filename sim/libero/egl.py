@@ -6,10 +6,10 @@ accepts, so the mapping is one function here (`egl_device`), with a table test.
 
 from __future__ import annotations
 
+import atexit
 import os
 from functools import cache
 from typing import Any
-
 
 SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast", "software")
 """Parts of a renderer's name that tell it draws on the CPU."""
@@ -78,6 +78,7 @@ def context() -> Any:
             f"no OpenGL context with MUJOCO_GL={os.environ.get('MUJOCO_GL')!r} ({error}); "
             f"on Debian: apt-get install libegl1 libgl1-mesa-dri libosmesa6"
         ) from error
+    atexit.register(made.free)  # before mujoco's own hook terminates EGL, after which freeing would fail
     return made
 
 

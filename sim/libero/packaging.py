@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -166,7 +166,7 @@ def load_init_states(path: Path) -> np.ndarray:
 class _ArrayUnpickler(pickle.Unpickler):
     """Unpickles numpy arrays and nothing else."""
 
-    ALLOWED = {
+    allowed: ClassVar = {
         ("numpy.core.multiarray", "_reconstruct"),
         ("numpy._core.multiarray", "_reconstruct"),
         ("numpy", "ndarray"),
@@ -175,7 +175,7 @@ class _ArrayUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) not in self.ALLOWED:
+        if (module_name, global_name) not in self.allowed:
             raise PackagingError(f"an initial-states file may hold a numpy array only, not {module_name}.{global_name}")
         return super().find_class(module_name.replace("numpy.core", "numpy._core"), global_name)
 

@@ -20,7 +20,12 @@ Predicate = Callable[[], bool]
 def compile_goal(scene: Scene, clauses: Sequence[Sequence[str]]) -> Predicate:
     """A function that tells whether all clauses hold now. Raises SpecError for names or predicates that the scene has not."""
     compiled = [compile_clause(scene, clause) for clause in clauses]
-    return lambda: all([clause() for clause in compiled])
+
+    def holds() -> bool:
+        results = [clause() for clause in compiled]  # all of them, as LIBERO does: testing a knob sets its burner
+        return all(results)
+
+    return holds
 
 
 def compile_clause(scene: Scene, clause: Sequence[str]) -> Predicate:

@@ -3,10 +3,15 @@
 Stock cameras render at the substep at which observables sample, which is before it is known whether the picture will be
 looked at (success or a preemption may end the chunk). So the poses a picture depends on are copied there (a few
 microseconds), and pictures are drawn from the copy later.
+
+Drawing costs in proportion to the faces of the meshes, not to pixels, so the exact levers all leave meshes out:
+meshes outside the picture, the reflection pass where no reflection is seen, and, when the camera has not moved,
+everything that touches no pixel that can have changed (`visibility.py` says why this is exact).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import mujoco
@@ -16,6 +21,7 @@ from vla_rl.conventions import Orientation
 from vla_rl.episode import VIEW_AGENT, VIEW_WRIST
 from vla_rl.sim.libero import egl
 from vla_rl.sim.libero.scene import Scene
+from vla_rl.sim.libero.visibility import Boxes, Camera, Mirror, boxes_of
 
 CAMERAS = {VIEW_AGENT: "agentview", VIEW_WRIST: "robot0_eye_in_hand"}
 """View -> camera of the model."""
@@ -23,6 +29,25 @@ POSES = ("geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "cam_xpos", "cam_xm
 """Arrays of the simulation data that a picture depends on."""
 MAX_GEOMS = 1000
 """Capacity of the abstract scene, as in robosuite."""
+PASS_COST = 12_000
+"""Cost of one drawing pass besides its meshes, in faces (measured with llvmpipe)."""
+GEOM = mujoco.mjtObj.mjOBJ_GEOM
+MESH, BOX, PLANE, HIDDEN = (getattr(mujoco.mjtGeom, f"mjGEOM_{name}") for name in ("MESH", "BOX", "PLANE", "NONE"))
+
+
+@dataclass
+class _Drawn:
+    """A finished picture, and what it was drawn from."""
+
+    picture: np.ndarray
+    geom_poses: np.ndarray
+    """float32[ngeom, 12], the precision in which MuJoCo draws."""
+    others: np.ndarray
+    """float32: planes, sites, cameras and lights, whose change redraws everything."""
+    rectangles: np.ndarray
+    """Main projections of the boxes."""
+    reflections: np.ndarray
+    """Mirrored projections of the boxes."""
 
 
 class Renderer:
@@ -36,9 +61,9 @@ class Renderer:
         model.vis.global_.offheight = max(resolution, model.vis.global_.offheight)
         if profile == "fast":
             model.vis.quality.offsamples = 0
+        self.reflections = profile == "exact"
         self.snapshot_data = mujoco.MjData(model)
         self.abstract = mujoco.MjvScene(model, maxgeom=MAX_GEOMS)
-        self.abstract.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = profile == "exact"
         self.options = mujoco.MjvOption()
         self.options.geomgroup[0] = 0  # collision geoms
         self.options.geomgroup[1] = 1  # visual geoms
@@ -47,6 +72,10 @@ class Renderer:
         self.camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
         self.camera_ids = {view: model.camera(name).id for view, name in CAMERAS.items()}
         self.context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
+        self.viewport = mujoco.MjrRect(0, 0, resolution, resolution)
+        self.faces = np.where(model.geom_type == MESH, model.mesh_facenum[np.maximum(model.geom_dataid, 0)], 0)
+        self.boxes = self._visible_boxes()
+        self.drawn: dict[str, _Drawn] = {}
         self._pairs = [(getattr(self.snapshot_data, name), getattr(scene.data, name)) for name in POSES]
 
     def snapshot(self) -> None:
@@ -56,26 +85,130 @@ class Renderer:
 
     def draw(self, view: str) -> np.ndarray:
         """uint8[H, W, 3]: the view at the last snapshot, RGB, rows bottom-up as OpenGL returns them."""
-        self.camera.fixedcamid = self.camera_ids[view]
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self.context)
-        mujoco.mjv_updateScene(
-            self.scene.model,
-            self.snapshot_data,
-            self.options,
-            self.perturbation,
-            self.camera,
-            mujoco.mjtCatBit.mjCAT_ALL,
-            self.abstract,
+        if self.scene.model.light_castshadow.any():
+            return self.draw_plain(view)
+        self._update(view)
+        camera = Camera.of_scene(self.abstract, self.resolution)
+        mirror = self._mirror(camera)
+        corners = self.boxes.placed(self.snapshot_data.geom_xpos, self.snapshot_data.geom_xmat)
+        reflections = np.zeros((len(corners), 4), np.int64) if mirror is None else camera.rectangles(mirror.mirrored(corners))
+        drawn = _Drawn(
+            np.zeros((self.resolution, self.resolution, 3), np.uint8),
+            np.concatenate([self.snapshot_data.geom_xpos, self.snapshot_data.geom_xmat], 1).astype(np.float32),
+            self._others(view),
+            camera.rectangles(corners),
+            reflections,
         )
-        viewport = mujoco.MjrRect(0, 0, self.resolution, self.resolution)
-        mujoco.mjr_render(viewport, self.abstract, self.context)
-        picture = np.empty((self.resolution, self.resolution, 3), np.uint8)
-        mujoco.mjr_readPixels(picture, None, viewport, self.context)
-        return picture
+        face = np.zeros((self.resolution, self.resolution), bool) if mirror is None else mirror.region(camera)
+        stale = self._stale_pixels(view, drawn, face)
+        if view in self.drawn:
+            drawn.picture[:] = self.drawn[view].picture
+        self._redraw(view, drawn, stale, face)
+        self.drawn[view] = drawn
+        return drawn.picture.copy()
+
+    def draw_plain(self, view: str) -> np.ndarray:
+        """uint8[H, W, 3]: as `draw`, with every geom and nothing reused; what `draw` must equal."""
+        self._update(view)
+        return self._render(self.reflections, None)
 
     def close(self) -> None:
         """Free the GPU's (or llvmpipe's) copy of meshes and textures."""
         self.context.free()
+
+    def _update(self, view: str) -> None:
+        self.camera.fixedcamid = self.camera_ids[view]
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(
+            self.scene.model, self.snapshot_data, self.options, self.perturbation, self.camera, everything, self.abstract
+        )
+
+    def _redraw(self, view: str, drawn: _Drawn, stale: np.ndarray, face: np.ndarray) -> None:
+        """Replace the stale pixels: those outside the reflective face without, those inside with the reflection pass."""
+        plain, mirrored = stale & ~face, stale & face
+        plain_geoms = self._touching(drawn.rectangles, plain)
+        mirrored_geoms = self._touching(drawn.rectangles, mirrored) | self._touching(drawn.reflections, mirrored)
+        apart = self._cost(plain_geoms) + 2 * self._cost(mirrored_geoms)
+        together = 2 * self._cost(plain_geoms | mirrored_geoms)
+        if mirrored.any() and together < apart:
+            plain, mirrored, mirrored_geoms = np.zeros_like(plain), stale, plain_geoms | mirrored_geoms
+        for pixels, geoms, reflect in ((plain, plain_geoms, False), (mirrored, mirrored_geoms, True)):
+            if pixels.any():
+                self._update(view)
+                drawn.picture[pixels] = self._render(reflect, geoms)[pixels]
+
+    def _render(self, reflect: bool, geoms: set[int] | None) -> np.ndarray:
+        if geoms is not None:
+            for index in range(self.abstract.ngeom):
+                geom = self.abstract.geoms[index]
+                if geom.type == MESH and geom.objtype == GEOM and geom.objid not in geoms:
+                    geom.type = HIDDEN
+        self.abstract.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = reflect
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self.context)
+        mujoco.mjr_render(self.viewport, self.abstract, self.context)
+        picture = np.empty((self.resolution, self.resolution, 3), np.uint8)
+        mujoco.mjr_readPixels(picture, None, self.viewport, self.context)
+        return picture
+
+    def _stale_pixels(self, view: str, drawn: _Drawn, face: np.ndarray) -> np.ndarray:
+        """bool[H, W]: pixels that may differ from the last picture of this view."""
+        before = self.drawn.get(view)
+        if before is None or not np.array_equal(before.others, drawn.others):
+            return np.ones_like(face)
+        moved = (before.geom_poses != drawn.geom_poses).any(1)
+        stale, reflected = np.zeros_like(face), np.zeros_like(face)
+        for box in np.flatnonzero(moved[self.boxes.geom_N]):
+            for version in (before, drawn):
+                _fill(stale, version.rectangles[box])
+                _fill(reflected, version.reflections[box])
+        return stale | (reflected & face)
+
+    def _touching(self, rectangles: np.ndarray, pixels: np.ndarray) -> set[int]:
+        """Geoms whose boxes touch any of the pixels."""
+        if not pixels.any():
+            return set()
+        touching = [pixels[y0:y1, x0:x1].any() for x0, x1, y0, y1 in rectangles.tolist()]
+        return set(self.boxes.geom_N[np.array(touching)].tolist())
+
+    def _cost(self, geoms: set[int]) -> int:
+        return PASS_COST + int(self.faces[list(geoms)].sum()) if geoms else 0
+
+    def _others(self, view: str) -> np.ndarray:
+        data, camera = self.snapshot_data, self.camera_ids[view]
+        planes = self.scene.model.geom_type == PLANE
+        parts = (
+            data.geom_xpos[planes],
+            data.geom_xmat[planes],
+            data.site_xpos,
+            data.site_xmat,
+            data.cam_xpos[camera],
+            data.cam_xmat[camera],
+            data.light_xpos,
+            data.light_xdir,
+        )
+        return np.concatenate([*(part.ravel() for part in parts), self.scene.model.site_rgba.ravel()]).astype(np.float32)
+
+    def _mirror(self, camera: Camera) -> Mirror | None:
+        """The face MuJoCo reflects in: the first opaque box or plane with reflectance (a plane seen from behind is transparent)."""
+        if not self.reflections:
+            return None
+        for index in range(self.abstract.ngeom):
+            geom = self.abstract.geoms[index]
+            if geom.reflectance > 0 and geom.type in (PLANE, BOX) and geom.rgba[3] >= 0.995:
+                mirror = Mirror.of_geom(geom)
+                if geom.type == BOX or not mirror.is_behind(camera):
+                    return mirror
+        return None
+
+    def _visible_boxes(self) -> Boxes:
+        model = self.scene.model
+        shown = (self.options.geomgroup[model.geom_group] == 1) & (model.geom_type != PLANE)
+        return boxes_of(model, np.flatnonzero(shown).tolist())
+
+
+def _fill(mask: np.ndarray, rectangle: np.ndarray) -> None:
+    x0, x1, y0, y1 = rectangle
+    mask[y0:y1, x0:x1] = True
 
 
 def oriented(picture: np.ndarray, orientation: Orientation) -> np.ndarray:

@@ -48,7 +48,10 @@ class Restart:
 
 
 def restart(scene: Scene, spec: EpisodeSpec) -> Restart:
-    """Put up the scene of `spec`, before settling. Raises SpecError for a published state that does not exist, SceneError if placement fails."""
+    """Put up the scene of `spec`, before settling.
+
+    Raises SpecError for a published state that does not exist, SceneError if placement fails.
+    """
     state = published_state(scene, spec) if spec.init_kind == "benchmark" else None
     noise = 0.0 if state is not None else SAMPLED_JOINT_NOISE
     with global_seed(spec.scene_seed):
@@ -104,4 +107,4 @@ def _reset_once(scene: Scene, joint_noise: float, retries: int) -> None:
     mujoco.mj_forward(model, data)  # its render context
     env._reset_internal()
     mujoco.mj_forward(model, data)  # the end of its reset
-    env.visualize(vis_settings={name: False for name in env._visualizations})
+    env.visualize(vis_settings=dict.fromkeys(env._visualizations, False))

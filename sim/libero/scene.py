@@ -92,9 +92,9 @@ def build_stock(task: Task, **overrides: Any) -> Any:
 @contextlib.contextmanager
 def global_seed(seed: int) -> Iterator[None]:
     """Run with numpy's global generator seeded (LIBERO's samplers use nothing else), then put the old state back."""
-    before = np.random.get_state()
-    np.random.seed(seed)
+    before = np.random.get_state()  # noqa: NPY002  the generator LIBERO uses
+    np.random.seed(seed)  # noqa: NPY002
     try:
         yield
     finally:
-        np.random.set_state(before)
+        np.random.set_state(before)  # noqa: NPY002

@@ -1,0 +1,165 @@
+"""Which pixels a geom can touch: what makes it exact to leave geoms out of a picture.
+
+A sample of a picture depends only on the geoms whose projection covers it (LIBERO's lights cast no shadows), plus, inside
+the one reflective face that MuJoCo draws, on geoms whose mirror image covers it. Everything here is conservative:
+rectangles are grown by `PADDING` pixels, and a box that reaches behind the camera counts as covering the whole picture.
+
+Shape legend: N boxes, 8 corners, 3 coordinates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mujoco
+import numpy as np
+
+PADDING = 1.5
+"""Pixels by which projections are grown: one for partly covered pixels, the rest for float32 rounding on the GPU."""
+FACES_PER_BOX = 2000
+"""Meshes are described by enough boxes that each holds about this many faces, at most `MAX_BOXES`."""
+MAX_BOXES = 16
+
+
+@dataclass(frozen=True)
+class Camera:
+    """A perspective camera and the picture it fills."""
+
+    position: np.ndarray
+    axes: np.ndarray
+    """float64[3, 3]: rows right, up, forward."""
+    bounds: np.ndarray
+    """float64[4]: left, right, bottom, top of the near rectangle, over its distance."""
+    near: float
+    resolution: int
+
+    @classmethod
+    def of_scene(cls, abstract: mujoco.MjvScene, resolution: int) -> Camera:
+        """The camera of an abstract scene; the mean of its two eyes, as MuJoCo draws a mono picture."""
+        left, right = abstract.camera[0], abstract.camera[1]
+
+        def mean(name: str) -> np.ndarray:
+            return (np.asarray(getattr(left, name), np.float64) + np.asarray(getattr(right, name), np.float64)) / 2
+
+        forward = mean("forward") / np.linalg.norm(mean("forward"))
+        up = mean("up") / np.linalg.norm(mean("up"))
+        near, bottom, top, center = (float(mean(name)) for name in ("frustum_near", "frustum_bottom", "frustum_top", "frustum_center"))
+        half_width = float(mean("frustum_width")) or 0.5 * (top - bottom)
+        bounds = np.array([center - half_width, center + half_width, bottom, top]) / near
+        return cls(mean("pos"), np.stack([np.cross(forward, up), up, forward]), bounds, near, resolution)
+
+    def rectangles(self, corners_N83: np.ndarray) -> np.ndarray:
+        """int64[N, 4]: half-open pixel ranges x0, x1, y0, y1 that contain each box's projection; empty where x0 >= x1.
+
+        Row y = 0 is the bottom row, as OpenGL returns pictures. Boxes of NaN are nowhere.
+        """
+        seen = (corners_N83 - self.position) @ self.axes.T
+        x, y, z = seen[..., 0], seen[..., 1], seen[..., 2]
+        left, right, bottom, top = self.bounds
+        outside = (x < left * z).all(1) | (x > right * z).all(1) | (y < bottom * z).all(1) | (y > top * z).all(1)
+        outside |= (z < self.near).all(1) | np.isnan(z).any(1)
+        behind = (z < self.near).any(1)
+        depth = np.maximum(z, self.near)
+        columns = (x / depth - left) / (right - left) * self.resolution
+        rows = (y / depth - bottom) / (top - bottom) * self.resolution
+        low = np.floor(np.stack([columns.min(1), rows.min(1)], 1) - PADDING)
+        high = np.ceil(np.stack([columns.max(1), rows.max(1)], 1) + PADDING)
+        low[behind], high[behind] = 0, self.resolution
+        low, high = np.clip(low, 0, self.resolution), np.clip(high, 0, self.resolution)
+        low[outside] = high[outside] = 0
+        return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]], 1).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Boxes that contain the visible geoms of a model, in their geoms' frames."""
+
+    geom_N: np.ndarray
+    """int64[N]: the geom each box belongs to."""
+    corners_N83: np.ndarray
+    """float64[N, 8, 3]: corners, m."""
+
+    def placed(self, positions: np.ndarray, rotations: np.ndarray) -> np.ndarray:
+        """float64[N, 8, 3]: corners in the world, for geoms at `geom_xpos` and `geom_xmat`."""
+        matrices_N33 = rotations.reshape(-1, 3, 3)[self.geom_N]
+        return np.einsum("nij,nkj->nki", matrices_N33, self.corners_N83) + positions[self.geom_N][:, None]
+
+
+def boxes_of(model: mujoco.MjModel, geoms: list[int]) -> Boxes:
+    """Boxes around the given geoms: several per large mesh, one for other shapes."""
+    owners, corners = [], []
+    for geom in geoms:
+        bounds = _mesh_bounds(model, geom) if model.geom_type[geom] == mujoco.mjtGeom.mjGEOM_MESH else [_shape_bounds(model, geom)]
+        for low, high in bounds:
+            owners.append(geom)
+            corners.append(np.stack(np.meshgrid(*np.stack([low, high], 1), indexing="ij"), -1).reshape(8, 3))
+    return Boxes(np.array(owners, np.int64), np.array(corners).reshape(-1, 8, 3))
+
+
+def _shape_bounds(model: mujoco.MjModel, geom: int) -> tuple[np.ndarray, np.ndarray]:
+    center, half = model.geom_aabb[geom, :3], model.geom_aabb[geom, 3:]
+    return center - half, center + half
+
+
+def _mesh_bounds(model: mujoco.MjModel, geom: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    mesh = model.geom_dataid[geom]
+    faces = model.mesh_face[model.mesh_faceadr[mesh] :][: model.mesh_facenum[mesh]]
+    triangles_F33 = model.mesh_vert[model.mesh_vertadr[mesh] :][faces].astype(np.float64)
+    groups = [triangles_F33]
+    while len(groups) < MAX_BOXES and len(groups) * FACES_PER_BOX < len(faces):
+        groups = [half for group in groups for half in _halves(group) if len(half)]
+    return [(group.min((0, 1)), group.max((0, 1))) for group in groups]
+
+
+def _halves(triangles_F33: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split triangles at the median of their centres along the longest axis."""
+    centers = triangles_F33.mean(1)
+    axis = int(np.argmax(np.ptp(centers, axis=0)))
+    upper = centers[:, axis] > np.median(centers[:, axis])
+    return triangles_F33[~upper], triangles_F33[upper]
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """The face of the one geom in which MuJoCo draws a reflection."""
+
+    center: np.ndarray
+    normal: np.ndarray
+    corners_43: np.ndarray | None
+    """float64[4, 3]: the face; None if the plane is infinite."""
+
+    @classmethod
+    def of_geom(cls, geom: mujoco.MjvGeom) -> Mirror:
+        """The upper side of a box, or a plane."""
+        matrix, size = np.asarray(geom.mat, np.float64).reshape(3, 3), np.asarray(geom.size, np.float64)
+        center = np.asarray(geom.pos, np.float64)
+        if geom.type == mujoco.mjtGeom.mjGEOM_BOX:
+            center = center + size[2] * matrix[:, 2]
+        corners = None
+        if size[0] > 0 and size[1] > 0:
+            signs = np.array([[-1, -1], [-1, 1], [1, -1], [1, 1]])
+            corners = center + signs[:, :1] * size[0] * matrix[:, 0] + signs[:, 1:] * size[1] * matrix[:, 1]
+        return cls(center, matrix[:, 2], corners)
+
+    def is_behind(self, camera: Camera) -> bool:
+        """Whether the camera sees the face from its back, where MuJoCo draws no reflection."""
+        return float((camera.position - self.center) @ self.normal) < 0
+
+    def region(self, camera: Camera) -> np.ndarray:
+        """bool[H, W]: pixels that the reflection can touch."""
+        size = camera.resolution
+        region = np.zeros((size, size), bool)
+        if self.is_behind(camera):
+            return region
+        if self.corners_43 is None:
+            return ~region
+        x0, x1, y0, y1 = camera.rectangles(np.repeat(self.corners_43, 2, 0)[None])[0]
+        region[y0:y1, x0:x1] = True
+        return region
+
+    def mirrored(self, corners_N83: np.ndarray) -> np.ndarray:
+        """float64[N, 8, 3]: the boxes' mirror images; NaN for boxes wholly below the face, which it does not reflect."""
+        heights = (corners_N83 - self.center) @ self.normal
+        images = corners_N83 - 2 * heights[..., None] * self.normal
+        images[(heights < -1e-4).all(1)] = np.nan
+        return images
