@@ -17,7 +17,7 @@ from vla_rl.actors import scripted_actor
 from vla_rl.collection.config import CollectConfig
 from vla_rl.collection.plan import noisy_expert, plan_demonstrations, provenance_of
 from vla_rl.collection.recorder import Recorder, fill_frames
-from vla_rl.datasets.store import EpisodeStore
+from vla_rl.datasets.store import EpisodeStore, merge
 from vla_rl.episode import Episode, EpisodeSpec
 from vla_rl.eval.progress import EpisodeProgress
 from vla_rl.eval.results import EpisodeRow
@@ -88,6 +88,8 @@ def collect(config: CollectConfig, make_env: MakeEnv = make_env) -> CollectSumma
         close_span_log()
     summary = _summarize(specs, read_jsonl(run.episodes_file), recorded, time.perf_counter() - started)
     write_json(run.path / "summary.json", asdict(summary))
+    if config.libero_files and summary.complete and summary.episodes:
+        merge([store.folder], run.path / "libero")
     return summary
 
 

@@ -43,6 +43,8 @@ class CollectConfig:
     """Also write episodes that did not reach the goal; they are counted in `episodes.jsonl` either way."""
     compression: Compression = DEFAULT_COMPRESSION
     """Of pictures: `lzf`, `gzip` (smaller, slower to read) or `none`."""
+    libero_files: bool = False
+    """When everything is recorded, also write LIBERO's form, one `TASK_demo.hdf5` per task, into `libero/` of the run directory."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """Simulator and rendering."""
     pool: PoolConfig = field(default_factory=PoolConfig)

@@ -50,6 +50,16 @@ def test_rendering_afterwards_gives_the_same_files(reach_recipe: Recipe) -> None
     assert files(live) == files(afterwards)
 
 
+def test_libero_files_hold_the_same_episodes(reach_recipe: Recipe) -> None:
+    config = reach_recipe(libero_files=True)
+    collect(config)
+    merged = sorted((Path(config.run_dir) / "libero").iterdir())
+    assert [file.name for file in merged] == ["reach_0_demo.hdf5", "reach_2_demo.hdf5"]
+    single = read_episode(Path(config.run_dir) / "episodes" / "episode_000004.hdf5")
+    together = read_episode(merged[1], "demo_1")
+    assert single.spec == together.spec and (single.actions_NA() == together.actions_NA()).all()
+
+
 def test_what_was_collected_trains(reach_recipe: Recipe) -> None:
     config = reach_recipe()
     summary = collect(config)
