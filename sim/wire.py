@@ -99,7 +99,8 @@ class Wire:
         self.arena = arena
         self._debug_poison = debug_poison
         self._prompt = ""
-        self._slots: dict[tuple[int, int, int, int], _ChunkSlots] = {}
+        self._chunks: dict[tuple[int, int, int, int], _ChunkSlots] = {}
+        self._actions: dict[int, np.ndarray] = {}
 
     @property
     def preempt(self) -> bool:
@@ -113,16 +114,14 @@ class Wire:
     def write_step(self, actions_CA: np.ndarray) -> bytes:
         """Put a chunk of actions into the arena; the token to send. Clears the preempt flag."""
         rows = len(actions_CA)
-        end = PAYLOAD + 4 * rows * ACTION_DIM
-        self._ensure(end)
         self.preempt = False
-        self.arena.array(PAYLOAD, (rows, ACTION_DIM), np.float32)[:] = actions_CA
-        return TOKEN.pack(*Token(Kind.STEP, rows=rows, end=end))
+        self._action_slot(rows)[:] = actions_CA
+        return TOKEN.pack(Kind.STEP, 0, rows, 0, 0, 0, PAYLOAD + 4 * rows * ACTION_DIM, 0.0, 0.0, 0.0)
 
     def read_step(self, token: Token) -> np.ndarray:
         """float32[C, 7]: the actions that a STEP token announces."""
         self._follow(token)
-        actions_CA = self._taken("actions", self.arena.array(PAYLOAD, (token.rows, ACTION_DIM), np.float32))
+        actions_CA = self._taken("actions", self._action_slot(token.rows))
         self._release()
         return actions_CA
 
@@ -214,33 +213,46 @@ class Wire:
             and observation.state.dtype == np.float32
         )
 
+    def _action_slot(self, rows: int) -> np.ndarray:
+        slot = self._actions.get(rows)
+        if slot is None:
+            self._ensure(PAYLOAD + 4 * rows * ACTION_DIM)
+            slot = self._actions[rows] = self.arena.array(PAYLOAD, (rows, ACTION_DIM), np.float32)
+        return slot
+
     def _chunk_slots(self, view_bits: int, height: int, width: int, rows: int) -> _ChunkSlots:
         key = (view_bits, height, width, rows)
-        if key not in self._slots:
+        slots = self._chunks.get(key)
+        if slots is None:
             views = [view for view, bit in zip(VIEWS, _VIEW_BITS) if view_bits & bit]
             sizes = [height * width * 3] * len(views) + [4 * STATE_DIM, 4 * rows * ACTION_DIM, 4 * rows]
             *image_offsets, state, executed, reward, end = _offsets(PAYLOAD, sizes)
             self._ensure(end)
             array = self.arena.array
-            self._slots[key] = _ChunkSlots(
+            slots = self._chunks[key] = _ChunkSlots(
                 images={view: array(offset, (height, width, 3), np.uint8) for view, offset in zip(views, image_offsets)},
                 state_S=array(state, (STATE_DIM,), np.float32),
                 executed_EA=array(executed, (rows, ACTION_DIM), np.float32),
                 reward_E=array(reward, (rows,), np.float32),
                 end=end,
             )
-        return self._slots[key]
+        return slots
 
     def _ensure(self, end: int) -> None:
         known = self.arena.size
         if self.arena.ensure(end):
-            self._slots.clear()
+            self._forget_slots()
             if self._debug_poison:
                 poison(self.arena, known)
 
     def _follow(self, token: Token) -> None:
         if token.end > self.arena.size and self.arena.remap():
-            self._slots.clear()
+            self._forget_slots()
+
+    def _forget_slots(self) -> None:
+        """The arena was mapped anew: slots of the old mapping would be written for nobody, or read stale."""
+        self._chunks.clear()
+        self._actions.clear()
 
     def _taken(self, name: str, array: np.ndarray) -> np.ndarray:
         if self._debug_poison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -83,6 +84,20 @@ class CountingEnv:
         state = np.arange(8, dtype=np.float32) + self.t
         privileged = {"block_pos": np.full(3, self.t + 0.5)} if self.look.privileged else {}
         return Observation(images, state, f"count to {self.length}", privileged)
+
+
+class PatientEnv(CountingEnv):
+    """Executes one action, then waits until the pool preempts the chunk; the prompt `run` makes it an ordinary env."""
+
+    def step_chunk(self, actions_CA: np.ndarray) -> ChunkReply:
+        assert self.episode is not None
+        if self.episode.prompt == "run":
+            return super().step_chunk(actions_CA)
+        first = super().step_chunk(actions_CA[:1])
+        while not self.preempt_requested():
+            os.sched_yield()
+        first.preempted = True
+        return first
 
 
 def raise_at_start(
