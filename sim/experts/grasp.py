@@ -26,6 +26,8 @@ FINGER_OUTLINE_FC = np.array([[side * along, across] for side in (-1, 1) for alo
 NEIGHBOUR_MARGIN = 0.012
 """Distance to a neighbour (m) below which a grasp is marked down."""
 SKEWS = np.radians([0.0, -12.0, 12.0, -24.0, 24.0])
+SKEW_COST = 0.6
+"""Awkwardness per radian between the finger line and the side of a box: closing turns the box."""
 RIM_ANGLES = np.radians(np.arange(0, 360, 15))
 RIM_INSETS = (0.0, 0.01)
 """Distances (m) of the grip site inward from the wall: further in, the outer finger needs less room and pushes the bowl while it closes."""
@@ -39,6 +41,8 @@ class Grasp:
     """World angle of the finger line (rad), modulo half a turn."""
     offset: tuple[float, float, float]
     """Grip site relative to the object's centre, world axes (m)."""
+    awkwardness: float = 0.0
+    """Cost of not being the most natural grasp of this shape (1 is as bad as turning the hand by 3.3 rad)."""
 
 
 def can_hold(category: str) -> bool:
@@ -56,7 +60,7 @@ def choose_grasp(solid: Solid, neighbours: Iterable[Solid], present_angle: float
 
     def cost(grasp: Grasp) -> float:
         turning = abs(half_turn_difference(grasp.finger_angle, present_angle))
-        return 0.3 * turning + 40.0 * intrusion(solid, grasp, neighbours) + 0.5 * tried.count(grasp)
+        return grasp.awkwardness + 0.3 * turning + 40.0 * intrusion(solid, grasp, neighbours) + 0.5 * tried.count(grasp)
 
     return min(candidates(solid, present_angle), key=cost)
 
@@ -71,7 +75,7 @@ def candidates(solid: Solid, present_angle: float) -> list[Grasp]:
     angles = [solid.angle, solid.angle + np.pi / 2]
     widths = [2 * solid.half_u, 2 * solid.half_v]
     fitting = [angle for width, angle in zip(widths, angles) if width <= WIDEST] or [angles[int(np.argmin(widths))]]
-    return [Grasp(angle + skew, (0.0, 0.0, height)) for angle in fitting for skew in SKEWS]
+    return [Grasp(angle + skew, (0.0, 0.0, height), SKEW_COST * abs(skew)) for angle in fitting for skew in SKEWS]
 
 
 def grip_height(solid: Solid) -> float:
@@ -83,7 +87,7 @@ def grip_height(solid: Solid) -> float:
 def rim_grasp(solid: Solid, angle: float, inset: float) -> Grasp:
     """Hold the wall of a bowl at world angle `angle` seen from its centre, the grip site `inset` inward of the wall."""
     radius = (solid.half_u + solid.half_v) / 2 - solid.wall / 2 - inset
-    return Grasp(angle, (radius * np.cos(angle), radius * np.sin(angle), solid.half_z + FINGERTIP))
+    return Grasp(angle, (radius * np.cos(angle), radius * np.sin(angle), solid.half_z + FINGERTIP), 5.0 * inset)
 
 
 def intrusion(solid: Solid, grasp: Grasp, neighbours: Iterable[Solid]) -> float:
