@@ -204,12 +204,13 @@ def _transition(
     grid = flow.grid(denoise_steps)
     time_B = _gather(grid, index_B)
     velocity_BCA, raw_BCA = velocity(x_BCA, time_B)
+    velocity_BCA = velocity_BCA.float()
     stride_B = _gather([following - time for time, following in pairwise(grid)], index_B)
     ode_BCA = x_BCA + stride_B[:, None, None] * velocity_BCA
     if exploration.method == "flow_noise":
         if raw_BCA is None:
             raise ValueError("exploration.method is 'flow_noise', but the policy has no noise head; build it with one or use 'flow_sde'")
-        return ode_BCA, learned_std(raw_BCA, exploration.std_min, exploration.std_max), ode_BCA
+        return ode_BCA, learned_std(raw_BCA.float(), exploration.std_min, exploration.std_max), ode_BCA
     noise_BCA = flow.endpoints(x_BCA, velocity_BCA, time_B)[1]
     sigma = _sde_sigma(denoise_steps, exploration.noise_level)
     pull = [s * s / (2 * denoise_steps * _share(i, denoise_steps)) for i, s in enumerate(sigma)]

@@ -28,9 +28,10 @@ def require_divisible(whole_name: str, whole: int, part_name: str, part: int) ->
     if part < 1 or whole < 1:
         raise ConfigError(f"{whole_name} is {whole} and {part_name} is {part}; both must be at least 1")
     if whole % part:
+        below, above = whole - whole % part, whole + part - whole % part
         raise ConfigError(
             f"{whole_name} is {whole} and {part_name} is {part}: {whole % part} would be left over; "
-            f"make {whole_name} a multiple of {part_name}, such as {whole - whole % part or part} or {whole + part - whole % part}"
+            f"make {whole_name} a multiple of {part_name}, such as {f'{below} or {above}' if below else above}"
         )
 
 

@@ -34,7 +34,8 @@ class LogProbReduction:
     actions: Reduction = "sum"
     """Over the unmasked actions of a chunk; only `sum` where the unit is `action`."""
     denoise_steps: Reduction = "sum"
-    """Over the recorded denoise steps: `sum` is the chain's likelihood, `mean` divides by their number (RLinf's joint log-prob)."""
+    """Over the recorded denoise steps: `sum` is the chain's likelihood, `mean` divides by their number
+    (as RLinf's joint log-prob, whose divisor also counts the initial noise, which no weight changes)."""
 
     def __post_init__(self) -> None:
         if self.unit == "action" and self.actions == "mean":
