@@ -23,6 +23,10 @@ DEPTH = 3
 """How deep phases may lie below the directory that is reported (`demo/eval_noop` lies one below `demo`)."""
 
 
+WORTHINESS = ("policy", "expert", "replay", "random", "noop")
+"""Which actor a report is about, if several were evaluated: the first of these."""
+
+
 class ReportError(UserError):
     """A directory of which there is nothing to report."""
 
@@ -154,10 +158,13 @@ def reported_evaluations(phases: Iterable[Phase]) -> list[Phase]:
 
 
 def main_evaluation(phases: Iterable[Phase]) -> Phase | None:
-    """The evaluation that the report is about: that of a policy with the most episodes, the last one of equals, else of anybody."""
+    """The evaluation that the report is about: of the worthiest actor, with the most episodes, the last one of equals."""
     evaluations = reported_evaluations(phases)
-    candidates = [phase for phase in evaluations if phase.is_policy] or evaluations
-    return max(reversed(candidates), key=lambda phase: len(phase.finished)) if candidates else None
+    return max(reversed(evaluations), key=_weight) if evaluations else None
+
+
+def _weight(phase: Phase) -> tuple[int, int]:
+    return -WORTHINESS.index(phase.summary["actor"]["kind"]), len(phase.finished)
 
 
 def controls_of(phases: Iterable[Phase], main: Phase) -> list[Phase]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -115,11 +116,18 @@ def leaf_shares(rows: Iterable[Mapping[str, Any]], root: str) -> dict[str, float
     total = sum(row["s"] for row in roots)
     if not total:
         return {}
-    lanes = {(row["pid"], row["thread"]) for row in roots}
+    lanes: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for row in sorted(roots, key=lambda row: row["start"]):
+        lanes[row["pid"], row["thread"]].append((row["start"] - 1e-3, row["start"] + row["s"]))
     seconds: dict[str, float] = defaultdict(float)
     for row in rows:
-        inside = row["leaf"] and row["name"] != root and (row["pid"], row["thread"]) in lanes
-        if inside and any(r["start"] - 1e-3 <= row["start"] <= r["start"] + r["s"] for r in roots):
+        if row["leaf"] and row["name"] != root and _inside(row["start"], lanes.get((row["pid"], row["thread"]), [])):
             seconds[row["name"]] += row["s"]
     shares = {name: value / total for name, value in sorted(seconds.items(), key=lambda item: -item[1])}
     return shares | {"unaccounted": 1.0 - sum(shares.values())}
+
+
+def _inside(moment: float, stretches: list[tuple[float, float]]) -> bool:
+    """Whether a moment lies in one of the stretches (start, end), which are sorted and do not overlap."""
+    last = bisect_right(stretches, moment, key=lambda stretch: stretch[0]) - 1
+    return last >= 0 and moment <= stretches[last][1]
