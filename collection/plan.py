@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -106,12 +107,13 @@ def _require_expert(config: CollectConfig, spec: EpisodeSpec) -> None:
 def provenance_of(config: CollectConfig, spec: EpisodeSpec) -> dict[str, Any]:
     """JSON values about who acted, and LIBERO's names of the task."""
     actor = {"name": "expert", "noise_std": action_noise(config, spec), "burst_rate": config.burst_rate}
-    return {"actor": actor, "task": {} if spec.suite == "reach" else _libero_names(spec)}
+    return {"actor": actor, "task": {} if spec.suite == "reach" else _libero_names(spec.suite, spec.task)}
 
 
-def _libero_names(spec: EpisodeSpec) -> dict[str, str]:
+@cache
+def _libero_names(suite: str, task: int) -> dict[str, str]:
     from vla_rl.sim.libero import packaging, tasks
 
-    path = tasks.load_task(spec.suite, spec.task).bddl_path
+    path = tasks.load_task(suite, task).bddl_path
     problem = packaging.bddl_parser().get_problem_info(str(path))["problem_name"]
     return {"problem": problem, "bddl_file": path.name}
