@@ -65,11 +65,6 @@ class ProcessorConfig:
     chunk_length: int
     """Actions per chunk."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("model_state_dim", STATE_DIM), ("model_action_dim", ACTION_DIM)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}, the environment's dimensions")
-
 
 class Affine:
     """x -> (x - offset) / scale per dimension, and back. A constant dimension goes to x - offset, and comes back as the constant."""

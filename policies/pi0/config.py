@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from vla_rl.episode import ACTION_DIM, STATE_DIM
 from vla_rl.policies.processor import Normalization
+
+_LEAST_DIMS = (("model_state_dim", STATE_DIM), ("model_action_dim", ACTION_DIM))
+"""A model must have room for the environment's state and actions."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,10 @@ class VisionConfig:
     """Pixels of a side of the model's input."""
     patch_size: int = 16
     """Pixels of a side of one token's cell; divides `image_size`. For `conv` it must be 2 to the number of `conv_channels`."""
-    conv_channels: tuple[int, ...] = (32, 64, 96, 128)
+    conv_channels: tuple[int, ...] = (32, 32, 64, 64)
     """Output channels of the strided convolutions (only for `conv`)."""
+    summary_tokens: int = 4
+    """Further tokens per view, each a linear map of all cells (only for `conv`): they carry where things are in the whole view."""
     width: int = 128
     """Width of the tower's transformer layers, and of its output."""
     depth: int = 0
@@ -72,6 +78,11 @@ class VisionConfig:
     @property
     def tokens(self) -> int:
         """Tokens per view."""
+        return self.cells + (self.summary_tokens if self.stem == "conv" else 0)
+
+    @property
+    def cells(self) -> int:
+        """Cells of the image, one token each."""
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -90,7 +101,7 @@ class Pi0Config:
     """Euler steps from noise to actions; at least 1."""
     vision: VisionConfig = field(default_factory=VisionConfig)
     """The vision tower."""
-    language: TransformerConfig = field(default_factory=TransformerConfig)
+    language: TransformerConfig = field(default_factory=lambda: TransformerConfig(mlp_width=256))
     """The language model, which also reads the image tokens."""
     expert: TransformerConfig = field(default_factory=TransformerConfig)
     """The action expert."""
@@ -113,16 +124,18 @@ class Pi0Config:
     carry_output_head: bool = False
     """Carry the vocabulary head of the action expert, which the published weights contain and nothing reads,
     so that checkpoints of the published size go both ways."""
-    time_min_period: float = 4e-3
-    """Shortest period of the sines that encode flow time."""
+    time_min_period: float = 0.1
+    """Shortest period of the sines that encode flow time (4e-3 as published). Periods far below the step of the sampler
+    are noise to a small network: it must learn to ignore them."""
     time_max_period: float = 4.0
     """Longest period."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.executed_horizon <= self.chunk_length:
             raise ValueError(f"executed_horizon is {self.executed_horizon}, it must be 1 to chunk_length, which is {self.chunk_length}")
-        if self.denoise_steps < 1:
-            raise ValueError(f"denoise_steps is {self.denoise_steps}, it must be at least 1")
+        for name, least in (("denoise_steps", 1), ("prompt_tokens", 1), ("shift_pixels", 0), *_LEAST_DIMS):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         for name in ("depth", "kv_heads", "heads", "head_width"):
             language, expert = getattr(self.language, name), getattr(self.expert, name)
             if language != expert:
@@ -152,6 +165,7 @@ _PI0_BASE = Pi0Config(
     model_action_dim=32,
     shift_pixels=0,
     carry_output_head=True,
+    time_min_period=4e-3,
 )
 PI0_PRESETS: dict[str, Pi0Config] = {
     "tiny": Pi0Config(),

@@ -128,6 +128,14 @@ class Transformer(nn.Module):
             nn.init.normal_(self.embed_tokens.weight, std=config.width**-0.5)
         self.layers = nn.ModuleList(Layer(config, adaptive) for _ in range(config.depth))
         self.norm = RMSNorm(config.width, config.width if adaptive else None)
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Unit-variance maps, and residual branches shrunk so that the sum over all layers has unit variance too (GPT-2)."""
+        for name, module in self.layers.named_modules():
+            if isinstance(module, nn.Linear) and not name.endswith(".dense"):
+                shrink = (2 * self.config.depth) ** -0.5 if name.endswith(("o_proj", "down_proj")) else 1.0
+                nn.init.normal_(module.weight, std=shrink * module.in_features**-0.5)
 
     def embed(self, tokens_BL: Tensor) -> Tensor:
         """float32[B, L, M]: Gemma scales its embeddings by the square root of the width."""

@@ -24,6 +24,9 @@ from vla_rl.policies.pi0.vision import VisionTower
 MASKED = -2.3819763e38
 """openpi's additive mask: finite, so that a fully masked row would stay finite too."""
 
+_SILU_GAIN = 1.7
+"""1 / sqrt(E[silu(z)^2]) for a standard normal z: keeps unit variance through the activation."""
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -57,6 +60,16 @@ class Pi0Model(nn.Module):
         else:
             self.time_mlp_in = nn.Linear(width, width)
             self.time_mlp_out = nn.Linear(width, width)
+        self._initialize_suffix()
+
+    def _initialize_suffix(self) -> None:
+        """Suffix tokens of about unit variance, so that x_t is not drowned by what the layers add; a velocity of zero."""
+        for name, module in self.named_children():
+            if isinstance(module, nn.Linear) and name != "projector":
+                gain = _SILU_GAIN if name.endswith("mlp_out") else 1.0
+                nn.init.normal_(module.weight, std=gain * module.in_features**-0.5)
+        nn.init.zeros_(self.action_out_proj.weight)
+        nn.init.zeros_(self.action_out_proj.bias)
 
     def encode_prefix(self, images_BVCHW: Tensor, tokens_BL: Tensor, token_mask_BL: Tensor) -> Prefix:
         """Run vision tower and language model over images and prompt; once per chunk."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vla_rl.config import ConfigError
 from vla_rl.episode import ACTION_DIM, Observation
 from vla_rl.policies.augment import random_shift
 from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec
@@ -131,15 +132,15 @@ def _loss_sums(error_BCD: Tensor, action_mask_BC: Tensor, weight_B: Tensor | Non
 
 
 def build_pi0(config: Pi0Config, statistics: Statistics, spec: PolicySpec, tokenizer: PromptTokenizer) -> Pi0Policy:
-    """A randomly initialised policy. Raises ValueError when the spec, the tokenizer and the config contradict each other."""
+    """A randomly initialised policy. Raises ConfigError when the spec, the tokenizer and the config contradict each other."""
     for name, wanted, given in (
         ("chunk_length", config.chunk_length, spec.chunk_length),
         ("executed_horizon", config.executed_horizon, spec.executed_horizon),
     ):
         if wanted != given:
-            raise ValueError(f"{name} is {given} in the policy's spec and {wanted} in its config; make them equal")
+            raise ConfigError(f"{name} is {given} in the policy's spec and {wanted} in its config; make them equal")
     if tokenizer.size > config.vocabulary:
-        raise ValueError(
+        raise ConfigError(
             f"vocabulary is {config.vocabulary}, the tokenizer in {tokenizer.folder} has {tokenizer.size} tokens; raise vocabulary"
         )
     processor_config = ProcessorConfig(

@@ -39,13 +39,25 @@ class ConvEmbeddings(nn.Module):
     def __init__(self, config: VisionConfig, views: int) -> None:
         super().__init__()
         self.stacks = nn.ModuleList(_conv_stack(config) for _ in range(views))
+        self.cell_projections = nn.ModuleList(nn.Linear(config.conv_channels[-1], config.width) for _ in range(views))
+        summarized, summary = config.conv_channels[-1] * config.cells, config.summary_tokens * config.width
+        self.summaries = nn.ModuleList(nn.Linear(summarized, summary) for _ in range(views if summary else 0))
         self.position_embedding = nn.Parameter(torch.randn(views, config.tokens, config.width) * config.width**-0.5)
 
     def forward(self, images_BVCHW: Tensor) -> Tensor:
         """Tokens float32[B * V, N, M]."""
-        cells = [stack(images_BVCHW[:, view].contiguous(memory_format=torch.channels_last)) for view, stack in enumerate(self.stacks)]
-        tokens_BVNM = torch.stack([cell.flatten(2).transpose(1, 2) for cell in cells], 1) + self.position_embedding
-        return tokens_BVNM.flatten(0, 1)
+        views = [self._view(view, images_BVCHW[:, view]) for view in range(images_BVCHW.shape[1])]
+        return (torch.stack(views, 1) + self.position_embedding).flatten(0, 1)
+
+    def _view(self, view: int, images_BCHW: Tensor) -> Tensor:
+        """Tokens float32[B, N, M] of one view: its cells, then its summaries."""
+        features = self.stacks[view](images_BCHW.contiguous(memory_format=torch.channels_last))
+        cells_BNC = features.permute(0, 2, 3, 1).flatten(1, 2)
+        tokens = self.cell_projections[view](cells_BNC)
+        if not self.summaries:
+            return tokens
+        summaries = self.summaries[view](cells_BNC.flatten(1)).unflatten(1, (-1, tokens.shape[-1]))
+        return torch.cat((tokens, summaries), 1)
 
 
 class VisionAttention(nn.Module):
@@ -122,7 +134,6 @@ def _conv_stack(config: VisionConfig) -> nn.Sequential:
     for following in config.conv_channels:
         modules += [_he(nn.Conv2d(channels, following, 3, stride=2, padding=1)), nn.ReLU()]
         channels = following
-    modules.append(nn.Conv2d(channels, config.width, 1))
     return nn.Sequential(*modules)
 
 
