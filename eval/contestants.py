@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vla_rl.actors import Actor, Expert, no_op_actor, random_actor, replay_actor, scripted_actor
-from vla_rl.episode import EpisodeSpec, noise_seed
+from vla_rl.episode import EpisodeSpec, Float32, noise_seed
 from vla_rl.eval.config import EvalConfig
 
 
@@ -26,7 +25,7 @@ class Contestant:
     """What a reader of the result should know, such as a horizon that the policy was not made for."""
 
 
-def make_contestant(config: EvalConfig, recorded: dict[str, Any]) -> Contestant:
+def make_contestant(config: EvalConfig, recorded: Mapping[str, Float32]) -> Contestant:
     """The actor of a recipe; `recorded` are the actions by `EpisodeSpec.key` for actor `replay`.
 
     Raises the checkpoint's own errors for a missing or damaged one.
@@ -55,7 +54,12 @@ def _policy(config: EvalConfig) -> Contestant:
         policy.spec = replace(policy.spec, executed_horizon=config.executed_horizon)
     policy.eval()
     actor = PolicyActor(policy, batch_size=config.pool.workers, name=config.checkpoint, device=config.device)
-    return Contestant(actor, folder_digest(Path(config.checkpoint)), policy.spec.executed_horizon, notes)
+    return Contestant(actor, weights_of(config), policy.spec.executed_horizon, notes)
+
+
+def weights_of(config: EvalConfig) -> str:
+    """The digest of the recipe's checkpoint; empty for actors without weights."""
+    return "" if config.checkpoint is None else folder_digest(Path(config.checkpoint))
 
 
 def folder_digest(folder: Path) -> str:

@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from vla_rl.config import ConfigError
 from vla_rl.conventions import Orientation
-from vla_rl.episode import Episode, EpisodeSpec
+from vla_rl.episode import Episode, EpisodeSpec, Float32, Outcome
 from vla_rl.eval.config import EvalConfig
-from vla_rl.eval.contestants import Contestant, make_contestant
+from vla_rl.eval.contestants import Contestant, make_contestant, weights_of
 from vla_rl.eval.plan import Planned, plan_episodes
 from vla_rl.eval.progress import EpisodeProgress
 from vla_rl.eval.protocol import EvalProtocol, get_protocol
 from vla_rl.eval.results import EpisodeRow, finished_rows, read_rows, row_of
-from vla_rl.eval.summary import Summary, summarize, summary_text
+from vla_rl.eval.summary import Summary, summarize, summary_of_finished, summary_text
 from vla_rl.eval.video import video_frames, video_name, write_video
 from vla_rl.rollout import ListSource, connect, look_of, run_episodes
 from vla_rl.sim.base import EnvPool, EnvSpec, Look
@@ -82,23 +83,38 @@ def evaluate(config: EvalConfig, make_env: MakeEnv = make_env) -> Summary:
     protocol = get_protocol(config.protocol)
     recorded = _recorded_actions(config)
     planned = plan_episodes(config, protocol, [spec for spec, _ in recorded])
-    run = RunDirectory.open(config.run_dir, config)
+    finished = _finished_before(config, planned)
+    if finished is not None:
+        return finished
     with span("eval"), ExitStack() as stack:
         with span("load_actor"):
             contestant = make_contestant(config, {spec.key: actions for spec, actions in recorded})
             stack.enter_context(closing(contestant.actor))
         with span("start_envs"):
             pool = stack.enter_context(closing(make_pool(config.pool, config.env, make_env)))
-        summary = _evaluate(config, run, planned, protocol, contestant, pool)
+        connect(pool.spec, contestant.actor.needs)
+        summary = _evaluate(config, planned, protocol, contestant, pool)
         with span("stop_envs"):
             stack.close()
     return summary
 
 
-def _evaluate(
-    config: EvalConfig, run: RunDirectory, planned: Sequence[Planned], protocol: EvalProtocol, contestant: Contestant, pool: EnvPool
-) -> Summary:
-    connect(pool.spec, contestant.actor.needs)
+def _finished_before(config: EvalConfig, planned: Sequence[Planned]) -> Summary | None:
+    """The result of a run directory that has nothing left to run, so that starting again costs nothing; else None.
+
+    Raises ConfigError if the directory holds another recipe, before anything starts.
+    """
+    folder = Path(config.run_dir)
+    if not (folder / "config.yaml").is_file():
+        return None
+    run = RunDirectory.open(folder, config)
+    rows = read_rows(run.episodes_file)
+    same_weights = {row.weights for row in rows} == {weights_of(config)}
+    return summary_of_finished(folder / "summary.json", planned, rows) if same_weights else None
+
+
+def _evaluate(config: EvalConfig, planned: Sequence[Planned], protocol: EvalProtocol, contestant: Contestant, pool: EnvPool) -> Summary:
+    run = RunDirectory.open(config.run_dir, config)
     rows = read_rows(run.episodes_file)
     _require_same_weights(run.path, rows, contestant.weights)
     recorder = _recorder(config, run, planned, contestant.weights, pool.spec)
@@ -147,15 +163,21 @@ def first_of_each_task(planned: Sequence[Planned], count: int) -> list[str]:
     return keys
 
 
-def _recorded_actions(config: EvalConfig) -> list[tuple[EpisodeSpec, Any]]:
+def _recorded_actions(config: EvalConfig) -> list[tuple[EpisodeSpec, Float32]]:
     """(spec, actions float32[N, 7]) of each successful episode of the dataset, for actor `replay`."""
     if config.dataset is None:
         return []
-    from vla_rl.datasets.hdf5 import read_episode
+    from vla_rl.datasets.files import array, open_file, subgroup
+    from vla_rl.datasets.hdf5 import data_group
     from vla_rl.datasets.store import list_episodes
 
-    infos = [info for info in list_episodes([config.dataset]) if info.outcome.value == "success"]
-    return [(info.spec, read_episode(info.path, info.demo).actions_NA()) for info in infos]
+    recorded = []
+    for info in list_episodes([config.dataset]):
+        if info.outcome is Outcome.SUCCESS:
+            with open_file(info.path) as file:
+                demo = subgroup(data_group(file), info.demo)
+                recorded.append((info.spec, array(demo, "actions").astype(np.float32)))
+    return recorded
 
 
 def _require_same_weights(path: Path, rows: Sequence[EpisodeRow], weights: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from vla_rl.eval.config import EvalConfig
@@ -57,6 +59,33 @@ def summarize(
     env: EnvSpec,
 ) -> Summary:
     """Everything that is reported, recomputed from the rows."""
+    simulator = {"kind": env.kind, "views": list(env.views), "resolution": env.resolution}
+    return _summary(
+        planned,
+        rows,
+        protocol=_protocol_block(config, protocol, contestant, env),
+        env=simulator | env.conventions.to_dict() | dict(env.provenance),
+        actor=_actor_block(config, contestant),
+    )
+
+
+def summary_of_finished(path: Path, planned: Sequence[Planned], rows: Sequence[EpisodeRow]) -> Summary | None:
+    """The summary of an evaluation whose every spec has an outcome, with the blocks that its `summary.json` has; else None."""
+    if not path.is_file():
+        return None
+    written = json.loads(path.read_text())
+    summary = _summary(planned, rows, written["protocol"], written["env"], written["actor"])
+    return summary if summary.complete else None
+
+
+def _summary(
+    planned: Sequence[Planned],
+    rows: Sequence[EpisodeRow],
+    protocol: Mapping[str, Any],
+    env: Mapping[str, Any],
+    actor: Mapping[str, Any],
+) -> Summary:
+    """Coverage and rates of the planned episodes, in their order."""
     place = {entry.pairing: number for number, entry in enumerate(planned)}
     counted = sorted((row for row in rows if row.pairing in place), key=lambda row: place[row.pairing])
     done = {row.pairing for row in finished_rows(counted)}
@@ -65,15 +94,13 @@ def summarize(
         missing=tuple(" | ".join(entry.pairing) for entry in planned if entry.pairing not in done),
         crashes=sum(row.crashed for row in counted),
         results=tuple(suite_results(counted)),
-        protocol=_protocol_block(planned, config, protocol, contestant, env),
-        env={"kind": env.kind, "views": list(env.views), "resolution": env.resolution, **env.conventions.to_dict(), **env.provenance},
-        actor=_actor_block(config, contestant),
+        protocol=protocol,
+        env=env,
+        actor=actor,
     )
 
 
-def _protocol_block(
-    planned: Sequence[Planned], config: EvalConfig, protocol: EvalProtocol, contestant: Contestant, env: EnvSpec
-) -> dict[str, Any]:
+def _protocol_block(config: EvalConfig, protocol: EvalProtocol, contestant: Contestant, env: EnvSpec) -> dict[str, Any]:
     effective, deviations = effective_protocol(
         protocol,
         resolution=env.resolution,

@@ -7,12 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import av
+import numpy as np
 import pytest
 
+from vla_rl.collection.collect import collect
+from vla_rl.collection.config import CollectConfig
+from vla_rl.conventions import ConventionMismatch, Orientation
+from vla_rl.episode import ACTION_DIM, STATE_DIM
+from vla_rl.errors import UserError
 from vla_rl.eval.compare import run_compare
 from vla_rl.eval.config import EvalConfig
+from vla_rl.eval.contestants import folder_digest
 from vla_rl.eval.results import read_rows
 from vla_rl.eval.runner import evaluate, run_eval
+from vla_rl.policies.checkpoint import save_policy
+from vla_rl.policies.factory import make_policy, policy_spec
+from vla_rl.policies.pi0.config import PI0_PRESETS
+from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
+from vla_rl.rollout import ConnectError
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
 
@@ -65,6 +77,65 @@ def test_a_swapped_prompt_names_the_other_block_of_the_same_scene(tmp_path: Path
     named = [row for row in read_rows(tmp_path / "episodes.jsonl") if row.goal]
     assert all(row.instruction == f"reach the {row.goal.removeprefix('(Reach ').removesuffix('_block)')} block" for row in named)
     assert "green" not in {row.instruction.split()[2] for row in named}
+
+
+def test_recorded_actions_of_successful_episodes_succeed_again(tmp_path: Path) -> None:
+    """The control that must be 100 %: noisy demonstrations, re-executed action by action in their own scenes."""
+    serial = PoolConfig(backend="serial", workers=2)
+    reach = EnvConfig(kind="reach", resolution=64)
+    collect(CollectConfig(str(tmp_path / "demos"), suite="reach", tasks=(0, 2), episodes_per_task=4, env=reach, pool=serial))
+    summary = evaluate(config_of(tmp_path / "replay", "replay", dataset=str(tmp_path / "demos" / "episodes"), episodes_per_task=None))
+    recorded = {row.key: row for row in read_rows(tmp_path / "demos" / "episodes.jsonl") if row.success}
+    replayed = {row.key: row for row in read_rows(tmp_path / "replay" / "episodes.jsonl")}
+    assert summary.rate == 1.0 and recorded and replayed.keys() == recorded.keys()
+    for key, row in replayed.items():
+        assert (row.steps, row.init_hash) == (recorded[key].steps, recorded[key].init_hash)
+    assert any("inits: those of" in line for line in summary.protocol["deviations"])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny policy with random weights, on disk."""
+    generator = np.random.default_rng(0)
+    features = {STATE: generator.normal(size=(100, STATE_DIM)), ACTION: generator.uniform(-1, 1, size=(100, ACTION_DIM))}
+    statistics = Statistics({name: FeatureStats.from_values(values) for name, values in features.items()})
+    config = PI0_PRESETS["tiny"]
+    save_policy(make_policy(config, statistics, policy_spec(config, resolution=64)), tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def test_a_policy_from_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """Its weights are in every row, its horizon in the protocol, and another horizon is a note and another hash."""
+    own = evaluate(config_of(tmp_path / "own", "policy", checkpoint=str(checkpoint), tasks=(0,), episodes_per_task=1))
+    made_for = PI0_PRESETS["tiny"].executed_horizon
+    assert own.complete and own.protocol["executed_horizon"] == made_for and not own.actor["notes"]
+    rows = read_rows(tmp_path / "own" / "episodes.jsonl")
+    assert {row.weights for row in rows} == {folder_digest(checkpoint)}
+    values = {"checkpoint": str(checkpoint), "tasks": (0,), "episodes_per_task": 1}
+    short = evaluate(config_of(tmp_path / "short", "policy", executed_horizon=2, **values))
+    assert short.protocol["executed_horizon"] == 2 and short.protocol["hash"] != own.protocol["hash"]
+    assert f"executed_horizon is 2, but the policy was made for {made_for}" in short.actor["notes"][0]
+
+
+def test_an_env_that_a_policy_was_not_made_for_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    small = EnvConfig(kind="reach", resolution=32)
+    with pytest.raises(ConnectError, match=r"pictures of 64 px; env reach renders 32 px"):
+        evaluate(config_of(tmp_path / "small", "policy", checkpoint=str(checkpoint), env=small))
+    upside_down = EnvConfig(kind="reach", resolution=64, orientation=Orientation.RAW)
+    with pytest.raises(ConventionMismatch, match="orientation"):
+        evaluate(config_of(tmp_path / "raw", "policy", checkpoint=str(checkpoint), env=upside_down))
+
+
+def test_a_missing_checkpoint_is_named_and_a_changed_one_changes_the_digest(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere is not a folder"):
+        evaluate(config_of(tmp_path / "run", "policy", checkpoint=str(tmp_path / "nowhere")))
+    before = folder_digest(checkpoint)
+    with open(checkpoint / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    assert folder_digest(checkpoint) != before
 
 
 def test_spans_explain_the_time(tmp_path: Path) -> None:

@@ -112,8 +112,9 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, pools: A
         file.write('{"key": "libero_object/1/bench')  # what a power cut leaves of the eighth row
     monkeypatch.setattr(runner._Recorder, "record", record)
     summary = evaluate(config_of(tmp_path / "cut"))
-    assert len(pools[2].started) == 13
+    assert len(pools[2].started) == 13 and len(pools) == 3
     assert summary.results == evaluate(config_of(tmp_path / "whole")).results
+    assert len(pools) == 3, "a finished evaluation starts no simulator"
 
 
 def test_other_weights_or_another_recipe_in_the_same_directory_are_refused(
@@ -123,6 +124,7 @@ def test_other_weights_or_another_recipe_in_the_same_directory_are_refused(
     with pytest.raises(ConfigError, match="episodes_per_task: 10 -> 5"):
         evaluate(config_of(tmp_path, episodes_per_task=5))
     monkeypatch.setattr(runner, "make_contestant", lambda config, recorded: Contestant(no_op_actor(), "abc", None))
+    monkeypatch.setattr(runner, "weights_of", lambda config: "abc")
     with pytest.raises(ConfigError, match="other weights"):
         evaluate(config_of(tmp_path))
 
@@ -142,6 +144,7 @@ def test_an_env_that_does_not_fit_is_refused_before_anything_runs(tmp_path: Path
     with pytest.raises(ValueError, match=r"pictures of 256 px; env libero renders 128 px"):
         evaluate(config_of(tmp_path / "resolution"))
     assert not any(pool.started for pool in pools)
+    assert not list(tmp_path.iterdir()), "a corrected recipe may use the same directory"
 
 
 def pools_spec() -> Any:
