@@ -79,16 +79,17 @@ class _Member:
 class ProcessPool:
     """An `EnvPool` with one worker process per env; see `vla_rl/sim/base.py` for what the methods promise.
 
-    Every observation handed out is the caller's own copy. A worker that raises, misses its deadline or dies while an
-    episode runs yields one `EnvFault` and is replaced at once; the others do not notice. The watchdog thread ends a
-    hung worker, which closes its pipe, so that a wait on `waitables()` wakes up for every kind of fault.
-    All methods belong to one thread, except `preempt`.
+    Pictures handed out are never overwritten while somebody holds them (`picture_slots.py`); other arrays are copies.
+    A worker that raises, misses its deadline or dies while an episode runs yields one `EnvFault` and is replaced at
+    once; the others do not notice. The watchdog thread ends a hung worker, which closes its pipe, so that a wait on
+    `waitables()` wakes up for every kind of fault. All methods belong to one thread, except `preempt`.
     """
 
     def __init__(self, config: PoolConfig, env: EnvConfig, make_env: MakeEnv) -> None:
         """Start all workers and wait for the first. Raises PoolStartError with its traceback if it does not come up."""
         self.num_envs = config.workers
         self._config = config
+        self._resolution = env.resolution
         self._start = pickle.dumps(WorkerStart(env, make_env, config.debug_poison))
         self._gl_lock = ProcessLock.create()
         self._epoll = select.epoll()
@@ -167,16 +168,14 @@ class ProcessPool:
 
     def _new_member(self, index: int) -> _Member:
         arena = SharedArena.create(_ARENA_BYTES, f"vla-rl-env-{index}")
-        return _Member(EpisodeProtocol(index, EnvState.DOWN), Wire(arena, self._config.debug_poison))
+        return _Member(EpisodeProtocol(index, EnvState.DOWN), Wire(arena, self._resolution, self._config.debug_poison))
 
     def _spawn(self, member: _Member) -> None:
         """Start a worker for `member`; a queued reset is sent when it has come up."""
-        arena = member.wire.arena
-        arena.ensure(len(self._start))
-        arena.buffer[: len(self._start)] = self._start
         if member.protocol.state is not EnvState.QUEUED:
             member.protocol.state = EnvState.STARTING
-        process = _start_worker(member.protocol.env, arena, self._gl_lock, self._config)
+        member.wire.write_bytes(self._start)
+        process = _start_worker(member.protocol.env, member.wire, self._gl_lock, self._config)
         member.process = process
         self._member_of[process.reply.fileno()] = member
         self._epoll.register(process.reply, select.EPOLLIN)
@@ -265,14 +264,14 @@ class ProcessPool:
                     process.hung = True
 
 
-def _start_worker(index: int, arena: SharedArena, gl_lock: ProcessLock, config: PoolConfig) -> _Process:
+def _start_worker(index: int, wire: Wire, gl_lock: ProcessLock, config: PoolConfig) -> _Process:
     """A fresh interpreter, not a fork: nothing of this process (GL, CUDA, threads, `__main__`) reaches it but these files."""
     request_out, request_in = os.pipe()
     reply_out, reply_in = os.pipe()
     post_mortem = os.memfd_create("vla-rl-post-mortem")
-    theirs = (request_out, reply_in, arena.fd, post_mortem, gl_lock.fd)
+    theirs = (request_out, reply_in, wire.arena.fd, post_mortem, gl_lock.fd)
     popen = subprocess.Popen(
-        [sys.executable, "-P", "-m", "vla_rl.sim.worker", *map(str, (index, *theirs))],
+        [sys.executable, "-P", "-m", "vla_rl.sim.worker", *map(str, (index, wire.payload, *theirs))],
         pass_fds=theirs,
         env=_worker_environment(config.threads_per_worker),
         stdin=subprocess.DEVNULL,

@@ -11,7 +11,6 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -141,12 +140,12 @@ class PoisonError(AssertionError):
     """Memory was read that nobody had written."""
 
 
-def poison(arena: SharedArena, start: int = 0) -> None:
-    """Fill the arena from byte `start` (a multiple of 8) with `POISON`."""
-    np.frombuffer(arena.buffer, np.uint64, offset=start)[:] = POISON
+def poison(block: np.ndarray) -> None:
+    """Fill a contiguous array with `POISON`, up to its last whole word."""
+    block.reshape(-1).view(np.uint8)[: block.nbytes // 8 * 8].view(np.uint64)[:] = POISON
 
 
-def require_written(name: str, array: np.ndarray[Any, Any]) -> None:
+def require_written(name: str, array: np.ndarray) -> None:
     """Raise PoisonError if an aligned word of a contiguous `array` is still `POISON`: `name` was not written there."""
     words = array.reshape(-1).view(np.uint8)[: array.nbytes // 8 * 8].view(np.uint64)
     unwritten = int(np.count_nonzero(words == POISON))

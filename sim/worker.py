@@ -40,9 +40,10 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """The command line: the env's index in the pool, and descriptors that the worker inherits."""
+    """The command line: the env's index in the pool, where its arena holds the pickled `WorkerStart`, and descriptors."""
 
     index: int
+    start: int
     request: int
     """Tokens from the pool."""
     reply: int
@@ -62,8 +63,8 @@ def main(command_line: list[str]) -> int:
     faulthandler.enable(arguments.post_mortem)
     threading.Thread(target=_end_with_pool, args=(arguments.request,), daemon=True).start()
     arena = SharedArena(arguments.arena)
-    start: WorkerStart = pickle.loads(arena.buffer)
-    wire = Wire(arena, start.debug_poison)
+    start: WorkerStart = pickle.loads(memoryview(arena.buffer)[arguments.start :])
+    wire = Wire(arena, start.env.resolution, start.debug_poison)
     try:
         _serve(arguments, wire, start)
     except Exception:  # noqa: BLE001 - the boundary of the process: whatever an env raises goes to the pool, with its traceback

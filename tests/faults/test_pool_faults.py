@@ -22,6 +22,7 @@ from vla_rl.actors import no_op_actor
 from vla_rl.episode import VIEWS, ActionChunk, EpisodeSpec, Outcome, StepProtocol
 from vla_rl.rollout import ListSource, run_episodes
 from vla_rl.sim.base import ChunkReply, EnvConfig, EnvFault, EnvPool, EnvReply, Look, ResetReply
+from vla_rl.sim.picture_slots import SLOTS
 from vla_rl.sim.pool import PoolConfig, PoolStartError, make_pool
 from vla_rl.sim.pool_state import MakeEnv
 
@@ -118,6 +119,22 @@ def test_a_chunk_sent_to_a_worker_that_has_just_died_gives_the_fault() -> None:
         assert isinstance(reply, EnvFault) and reply.kind == "died" and "while stepping" in reply.message
 
 
+def test_pictures_that_are_held_survive_the_worker_that_drew_them() -> None:
+    with pool_of(1) as pool:
+        pid = started(pool, 0, spec(0, "killed between episodes")).provenance["pid"]
+        held = stepped(pool, 0)
+        assert isinstance(held, ChunkReply)
+        kept = {view: picture.copy() for view, picture in held.observation.images.items()}
+        os.kill(pid, signal.SIGKILL)
+        next_reply(pool, 0)
+        started(pool, 0, spec(1))
+        for _ in range(SLOTS):
+            pool.reset(0, spec(1), Look(VIEWS))
+            next_reply(pool, 0)
+            stepped(pool, 0)
+        require_same(kept, dict(held.observation.images))
+
+
 def test_a_worker_that_dies_with_no_episode_is_replaced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with pool_of(1) as pool:
         pid = started(pool, 0, spec(0, "killed between episodes")).provenance["pid"]
@@ -176,6 +193,7 @@ PARENT = """
 from faulty_envs import FaultyEnv
 from vla_rl.episode import EpisodeSpec
 from vla_rl.sim.base import EnvConfig, Look
+from vla_rl.sim.picture_slots import SLOTS
 from vla_rl.sim.pool import PoolConfig, make_pool
 from test_pool_faults import CHUNK, ENV, spec, started
 

@@ -98,7 +98,7 @@ def test_every_spec_runs_exactly_once_however_episodes_end() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_replies_are_the_callers_own(backend: Backend) -> None:
+def test_replies_are_not_overwritten_while_they_are_held(backend: Backend) -> None:
     with pool_of(backend) as pool:
         pool.reset(0, spec(1), Look(VIEWS))
         first = one_reply(pool)

@@ -109,7 +109,7 @@ with ProcessLock(int(sys.argv[1])).held():
 @given(st.integers(0, 200), st.integers(0, 24))
 def test_poison_is_found_exactly_where_nobody_wrote(written: int, word: int) -> None:
     arena = SharedArena.create(mmap.PAGESIZE)
-    poison(arena)
+    poison(arena.array(0, (arena.size,), np.uint8))
     block = arena.array(0, (200,), np.uint8)
     block[:written] = 1
     block[8 * word : 8 * word + 1] = 1

@@ -13,20 +13,27 @@ from hypothesis import strategies as st
 
 from vla_rl.episode import VIEWS, EpisodeSpec, Observation
 from vla_rl.sim.base import ChunkReply, Look, ResetReply
+from vla_rl.sim.picture_slots import SLOTS
 from vla_rl.sim.shared_memory import PoisonError, SharedArena
 from vla_rl.sim.wire import CHUNK_TIMING, TOKEN, Kind, Token, Wire
 
 SPEC = EpisodeSpec("reach", 0, "benchmark:0", "test")
 
 
-def wires(debug_poison: bool = True) -> tuple[Wire, Wire]:
-    """Two sides of a small arena."""
+def wires(side: int = 40, debug_poison: bool = True) -> tuple[Wire, Wire]:
+    """Two sides of a small arena for pictures of `side` pixels: the pool's and the worker's."""
     arena = SharedArena.create(1)
-    return Wire(arena, debug_poison), Wire(SharedArena(os.dup(arena.fd)), debug_poison)
+    return Wire(arena, side, debug_poison), Wire(SharedArena(os.dup(arena.fd)), side, debug_poison)
+
+
+def ask(ours: Wire, theirs: Wire) -> None:
+    """Ask for a chunk of one action, which names the slot of the answer's pictures."""
+    theirs.read_step(Token(*TOKEN.unpack(ours.write_step(np.zeros((1, 7), np.float32)))))
 
 
 def cross(ours: Wire, theirs: Wire, env: int, reply: ChunkReply) -> tuple[Kind, ChunkReply]:
     """Send a chunk reply; how it was encoded, and what arrived."""
+    ask(ours, theirs)
     token = Token(*TOKEN.unpack(theirs.write_chunk(reply)))
     return Kind(token.kind), ours.read_chunk(env, token) if token.kind == Kind.CHUNK else ours.read_pickled(token)
 
@@ -52,15 +59,16 @@ def chunk_reply(seed: int, rows: int, side: int, views: tuple[str, ...], **other
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2**32), st.integers(0, 12), st.integers(1, 70), st.sampled_from([(), VIEWS[:1], VIEWS[1:], VIEWS])),
+        st.tuples(st.integers(0, 2**32), st.integers(0, 12), st.sampled_from([(), VIEWS[:1], VIEWS[1:], VIEWS])),
         min_size=1,
         max_size=6,
-    )
+    ),
+    st.integers(1, 70),
 )
-def test_usual_chunk_replies_cross_field_by_field_to_the_bit(shapes: list[tuple[int, int, int, tuple[str, ...]]]) -> None:
-    ours, theirs = wires()
-    for shape in shapes:
-        reply = chunk_reply(*shape)
+def test_usual_chunk_replies_cross_field_by_field_to_the_bit(shapes: list[tuple[int, int, tuple[str, ...]]], side: int) -> None:
+    ours, theirs = wires(side)
+    for seed, rows, views in shapes:
+        reply = chunk_reply(seed, rows, side, views)
         kind, received = cross(ours, theirs, 3, reply)
         assert kind is Kind.CHUNK
         require_same(reply, received)
@@ -127,23 +135,46 @@ def test_actions_and_resets_cross(rows: int) -> None:
     require_same(request, theirs.read_pickled(Token(*TOKEN.unpack(ours.write_pickled(Kind.RESET, request)))))
 
 
-def test_what_was_read_is_not_overwritten_and_can_be_written() -> None:
+@pytest.mark.parametrize("unusual", [{}, {"privileged": {"block_pos": np.arange(3.0)}}], ids=["chunk", "pickled"])
+def test_what_is_held_is_not_overwritten_however_much_is_held(unusual: dict[str, Any]) -> None:
     ours, theirs = wires()
-    for unusual in ({}, {"privileged": {"block_pos": np.arange(3.0)}}):
-        first = chunk_reply(1, 2, 40, VIEWS, **unusual)
-        received = cross(ours, theirs, 3, first)[1]
-        cross(ours, theirs, 3, chunk_reply(2, 2, 40, VIEWS, **unusual))
-        require_same(first, received)
-        received.observation.images["image"][:] = 0
-        received.executed_EA[:] = 0
+    sent = [chunk_reply(seed, 2, 40, VIEWS, **unusual) for seed in range(3 * SLOTS)]
+    received = [cross(ours, theirs, 3, reply)[1] for reply in sent]
+    require_same(sent, received)
+    received[0].observation.images["image"][:] = 0
+    received[0].executed_EA[:] = 0
+    require_same(sent[1:], received[1:])
+
+
+def test_a_slot_is_used_again_only_when_the_last_view_of_its_pictures_is_gone() -> None:
+    ours, theirs = wires()
+
+    def address(picture: np.ndarray) -> int:
+        return picture.__array_interface__["data"][0]
+
+    first = cross(ours, theirs, 3, chunk_reply(1, 2, 40, VIEWS))[1].observation.images["image2"]
+    row, place = first[3, ::2], address(first)
+    del first
+    kept = row.copy()
+    others = {address(cross(ours, theirs, 3, chunk_reply(seed, 2, 40, VIEWS))[1].observation.images["image2"]) for seed in range(5)}
+    assert len(others) == 1 and place not in others, "dropped at once: one other slot is enough"
+    assert np.array_equal(row, kept)
+    del row
+    assert address(cross(ours, theirs, 3, chunk_reply(9, 2, 40, VIEWS))[1].observation.images["image2"]) == place
 
 
 def test_a_token_without_its_bytes_is_found_in_debug_mode() -> None:
     ours, theirs = wires()
-    token = Token(*TOKEN.unpack(theirs.write_chunk(chunk_reply(1, 2, 40, VIEWS))))
-    ours.read_chunk(0, token)
-    with pytest.raises(PoisonError, match=r"image \(40, 40, 3\)"):
-        ours.read_chunk(0, token)
+    ask(ours, theirs)
+    message = theirs.write_chunk(chunk_reply(1, 2, 40, VIEWS))
+    ours.read_chunk(0, Token(*TOKEN.unpack(message)))
+    with pytest.raises(PoisonError, match=r"state \(8,\)"):
+        ours.read_chunk(0, Token(*TOKEN.unpack(message)))
+    ask(ours, theirs)
+    slot = Token(*TOKEN.unpack(theirs.write_chunk(chunk_reply(1, 2, 40, ())))).slot
+    both_views = Token(*TOKEN.unpack(message))._replace(slot=slot)
+    with pytest.raises(PoisonError, match=r"view image \(40, 40, 3\)"):
+        ours.read_chunk(0, both_views)
 
 
 def test_preempt_is_seen_at_once_and_cleared_by_the_next_chunk() -> None:
