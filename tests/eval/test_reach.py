@@ -15,9 +15,11 @@ from vla_rl.collection.config import CollectConfig
 from vla_rl.conventions import ConventionMismatch, Orientation
 from vla_rl.episode import ACTION_DIM, STATE_DIM
 from vla_rl.errors import UserError
+from vla_rl.eval import make_record
 from vla_rl.eval.compare import run_compare
 from vla_rl.eval.config import EvalConfig
 from vla_rl.eval.contestants import folder_digest
+from vla_rl.eval.record import check_record
 from vla_rl.eval.results import read_rows
 from vla_rl.eval.runner import evaluate, run_eval
 from vla_rl.policies.checkpoint import save_policy
@@ -136,6 +138,26 @@ def test_a_missing_checkpoint_is_named_and_a_changed_one_changes_the_digest(chec
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
     assert folder_digest(checkpoint) != before
+
+
+def test_a_record_of_finished_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows under the record's conditions, rates that check out, and a missed bar that is said aloud."""
+    evaluate(config_of(tmp_path / "swap", "expert", prompt="swap", tasks=(1,)))
+    evaluate(config_of(tmp_path / "noop", "noop", tasks=(1,), videos=1))
+    command = ["reach", "--command", "vla-rl eval x.yaml", "--run", f"swap={tmp_path / 'swap'}", "--run", f"noop={tmp_path / 'noop'}"]
+    bars = ["--bar", "swap_named_object_success_rate=0.5", "--bar-at-most", "swap_original_object_success_rate=0.2"]
+    assert make_record.main([*command, *bars, "--root", str(tmp_path)]) == 0
+    assert "swap_original_object_success_rate is 1.0, above its bar of at most 0.2" in capsys.readouterr().out
+    record = json.loads((tmp_path / "reach" / "record.json").read_text())
+    rates = {name: value for name, value in record["metrics"].items() if name.endswith("success_rate")}
+    assert rates == {
+        "success_rate": 1.0,
+        "swap_named_object_success_rate": 1.0,
+        "swap_original_object_success_rate": 1.0,
+        "noop_success_rate": 0.0,
+    }
+    assert record["metrics"]["protocols"]["noop"]["name"] == "sampled" and record["recipe"]["noop"]["actor"] == "noop"
+    assert check_record(tmp_path / "reach") == []
 
 
 def test_spans_explain_the_time(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""A record from finished evaluations.
+
+    python -m vla_rl.eval.make_record sft_pi0_tiny --command "vla-rl run configs/libero/pi0_tiny.yaml" \\
+        --run after=runs/x/eval --run noop=runs/x/eval_noop --recipe sft=runs/x/sft --bar success_rate=0.9
+
+Each `--run CONDITION=RUN_DIR` gives rows under that condition and a metric `CONDITION_success_rate`; the first one's is also
+`success_rate`. A run with a swapped prompt has two conditions, `CONDITION: named object` and `CONDITION: original object`
+(metric `CONDITION_named_object_success_rate`, ...). Incomplete evaluations are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vla_rl.eval.compare import EvaluatedRun, load_run
+from vla_rl.eval.record import RecordError, missed_bars, write_record
+from vla_rl.eval.results import EpisodeRow, Rate
+
+RESULTS = Path("docs/results")
+
+
+def record_of_runs(
+    name: str,
+    command: str,
+    runs: Mapping[str, Path],
+    recipes: Mapping[str, Path],
+    metrics: Mapping[str, Any],
+    bars: Mapping[str, Any],
+    root: Path = RESULTS,
+) -> Path:
+    """Write a record whose rows are those of finished evaluations; returns its folder.
+
+    runs: condition -> run directory of an evaluation. recipes: name -> run directory of another phase whose recipe belongs to
+    the result (the training). Raises CompareError for an incomplete evaluation, RecordError for a record that would not hold.
+    """
+    evaluated = {condition: load_run(path) for condition, path in runs.items()}
+    rows = [_under(row, condition) for condition, run in evaluated.items() for row in run.rows.values()]
+    measured = _rates(rows) | dict(metrics)
+    measured["protocols"] = {condition: _protocol(run) for condition, run in evaluated.items()}
+    recipe = {label: yaml.safe_load((path / "config.yaml").read_text()) for label, path in {**recipes, **runs}.items()}
+    return write_record(name, command, recipe, measured, bars, [asdict(row) for row in rows], root)
+
+
+def _under(row: EpisodeRow, condition: str) -> EpisodeRow:
+    """The row as a record keeps it: the record's own condition, with what a swapped prompt asked for; no video, which stays behind."""
+    asked = row.condition.partition(": ")[2]
+    return replace(row, condition=f"{condition}: {asked}" if asked else condition, video="")
+
+
+def _rates(rows: Sequence[EpisodeRow]) -> dict[str, Any]:
+    """`CONDITION_success_rate` of every condition, and `success_rate` of the first one."""
+    conditions = list(dict.fromkeys(row.condition for row in rows))
+    rates = {condition: Rate.of([row for row in rows if row.condition == condition]).value for condition in conditions}
+    named = {re.sub(r"\W+", "_", condition) + "_success_rate": rate for condition, rate in rates.items()}
+    return {"success_rate": rates[conditions[0]]} | named
+
+
+def _protocol(run: EvaluatedRun) -> dict[str, Any]:
+    protocol = run.summary["protocol"]
+    return {"name": protocol["name"], "hash": protocol["hash"], "deviations": protocol["deviations"]}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise RecordError(f"{text!r} must be NAME=VALUE, such as after=runs/x/eval")
+    return key, value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of this module; see its docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="the record's name, that of its folder")
+    parser.add_argument("--command", required=True, help="the command that gave the result")
+    parser.add_argument("--run", action="append", required=True, metavar="CONDITION=RUN_DIR")
+    parser.add_argument("--recipe", action="append", default=[], metavar="NAME=RUN_DIR")
+    parser.add_argument("--metric", action="append", default=[], metavar="NAME=NUMBER")
+    parser.add_argument("--bar", action="append", default=[], metavar="METRIC=NUMBER", help="the least that a metric should be")
+    parser.add_argument("--bar-at-most", action="append", default=[], metavar="METRIC=NUMBER", help="the most that it should be")
+    parser.add_argument("--root", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    runs = {name: Path(path) for name, path in map(_pair, given.run)}
+    recipes = {name: Path(path) for name, path in map(_pair, given.recipe)}
+    metrics, least, most = ({name: float(value) for name, value in map(_pair, p)} for p in (given.metric, given.bar, given.bar_at_most))
+    bars = least | {name: {"at_most": value} for name, value in most.items()}
+    folder = record_of_runs(given.name, given.command, runs, recipes, metrics, bars, given.root)
+    missed = missed_bars(json.loads((folder / "record.json").read_text()))
+    print("\n".join([str(folder), *missed]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
