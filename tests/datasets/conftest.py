@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from robosuite.utils.transform_utils import quat2axisangle
 
 from vla_rl.conventions import Conventions
 from vla_rl.datasets.store import EpisodeStore
 from vla_rl.episode import VIEWS, ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome, StepProtocol
+
+os.environ.setdefault("MUJOCO_GL", "egl")  # before the first import of robosuite, or no later test of this process can render
+from robosuite.utils.transform_utils import quat2axisangle
 
 MakeEpisode = Callable[..., Episode]
 TASK = {"problem": "Libero_Floor_Manipulation", "bddl_file": "pick_up_the_milk_and_place_it_in_the_basket.bddl"}
