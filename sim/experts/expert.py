@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -13,9 +14,15 @@ from vla_rl.sim.experts.noise import ActionNoise
 from vla_rl.sim.experts.pick_place import PickPlace
 from vla_rl.sim.experts.place import can_place
 from vla_rl.sim.experts.shapes import category_of
+from vla_rl.sim.experts.slide import Slide
 
 Goal = list[list[str]]
 """A conjunction of predicates as LIBERO parses them, such as `[["in", "milk_1", "basket_1_contain_region"]]`."""
+TABLE_REGION = r"main_table_\w+_region"
+SUPPORTED = (
+    "experts put one object that fits between the fingers, or a bowl, in a basket's contain_region or on a plate, a bowl, "
+    "a stove's cook_region, a cabinet's top_side or a wine rack; they slide a plate to a region of the main table"
+)
 
 
 class UnsupportedGoal(ValueError):
@@ -40,7 +47,10 @@ class ScriptedExpert:
     """
 
     def __init__(self, goal: Goal, noise: float, seed: int, burst_rate: float = 0.0) -> None:
-        self.skill = skill_for(goal)
+        skill = _skill_for(goal)
+        if skill is None:
+            raise UnsupportedGoal(f"no scripted expert for the goal {goal}; {SUPPORTED}")
+        self.skill = skill
         self.noise = ActionNoise(noise, burst_rate, seed)
 
     def act(self, observation: Observation) -> tuple[np.ndarray, np.ndarray]:
@@ -51,25 +61,21 @@ class ScriptedExpert:
 
 def supports(goal: Goal) -> bool:
     """Whether there is an expert for this goal."""
-    if len(goal) != 1 or len(goal[0]) != 3:
-        return False
-    relation, name, destination = goal[0]
-    return can_hold(category_of(name)) and can_place(relation, destination)
+    return _skill_for(goal) is not None
 
 
-def skill_for(goal: Goal) -> Skill:
-    """The state machine that reaches `goal`. Raises UnsupportedGoal."""
-    if not supports(goal):
-        raise UnsupportedGoal(
-            f"no scripted expert for the goal {goal}; experts put one object that fits between the fingers, or a bowl, "
-            "in a basket's contain_region, or on a plate, bowl, stove, cabinet top or wine rack"
-        )
-    relation, name, destination = goal[0]
-    return PickPlace(relation, name, destination)
+def _skill_for(goal: Goal) -> Skill | None:
+    match goal:
+        case [["in" | "on" as relation, name, destination]] if can_hold(category_of(name)) and can_place(relation, destination):
+            return PickPlace(relation, name, destination)
+        case [["on", name, site]] if category_of(name) == "plate" and re.fullmatch(TABLE_REGION, site):
+            return Slide(name, site)
+        case _:
+            return None
 
 
 def make_expert(spec: EpisodeSpec, goal: Goal, noise: float, seed: int, burst_rate: float = 0.0) -> ScriptedExpert:
     """The expert of an episode. Raises UnsupportedGoal naming the episode."""
     if not supports(goal):
-        raise UnsupportedGoal(f"{spec.key}: {goal} is no goal of a scripted expert")
+        raise UnsupportedGoal(f"{spec.key}: no scripted expert for the goal {goal}; {SUPPORTED}")
     return ScriptedExpert(goal, noise, seed, burst_rate)

@@ -79,15 +79,20 @@ def candidates(solid: Solid, present_angle: float) -> list[Grasp]:
 
 
 def grip_height(solid: Solid) -> float:
-    """Height of the grip site over the object's centre: as low as palm and floor allow, at most at the centre."""
-    lowest = -solid.half_z - FINGERTIP + FLOOR_CLEARANCE
-    return max(0.0, lowest, solid.half_z - PALM + 0.004)
+    """Height of the grip site over the object's centre: at the centre, unless the palm or the floor needs it higher."""
+    return max(0.0, _lowest_grip(solid), solid.half_z - PALM + 0.004)
 
 
 def rim_grasp(solid: Solid, angle: float, inset: float) -> Grasp:
     """Hold the wall of a bowl at world angle `angle` seen from its centre, the grip site `inset` inward of the wall."""
     radius = (solid.half_u + solid.half_v) / 2 - solid.wall / 2 - inset
-    return Grasp(angle, (radius * np.cos(angle), radius * np.sin(angle), solid.half_z + FINGERTIP), 5.0 * inset)
+    height = max(solid.half_z + FINGERTIP, _lowest_grip(solid))
+    return Grasp(angle, (radius * np.cos(angle), radius * np.sin(angle), height), 5.0 * inset)
+
+
+def _lowest_grip(solid: Solid) -> float:
+    """Height of the grip site over the object's centre with the fingertips just over what it stands on."""
+    return -solid.half_z - FINGERTIP + FLOOR_CLEARANCE
 
 
 def intrusion(solid: Solid, grasp: Grasp, neighbours: Iterable[Solid]) -> float:
