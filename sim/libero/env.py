@@ -52,6 +52,7 @@ class LiberoEnv:
         Raises SpecError for a spec that this env cannot run, SceneError if its objects cannot be placed.
         """
         self._run = None
+        egl.context().make_current()  # another renderer of this process may have taken over
         parts = self._parts_of(spec)
         self._run, reply = self._run_module.start(parts, self.config, spec, look)
         return reply
@@ -74,6 +75,8 @@ class LiberoEnv:
     def close(self) -> None:
         """Free everything; may be called twice."""
         self._run = None
+        if self._parts:
+            egl.context().make_current()
         while self._parts:
             self._parts.popitem()[1].close()
 

@@ -97,13 +97,24 @@ def parse_goal(text: str) -> list[list[str]]:
     Raises SpecError for text that is no conjunction of `GOAL_PREDICATES`.
     """
     parser = packaging.bddl_parser()
-    if text.count("(") != text.count(")") or not text.strip().startswith("("):
+    if not _is_one_expression(text):
         raise SpecError(f"goal {text!r} needs balanced parentheses, as in '(And (In milk_1 basket_1_contain_region))'")
     clauses: list[list[str]] = []
-    parser.package_predicates(parser.scan_tokens(string=text), clauses, "", "goals")
+    parser.package_predicates(parser.scan_tokens(string=text) or [[]], clauses, "", "goals")
+    if not clauses:
+        raise SpecError(f"goal {text!r} has no clause; write '(And (In milk_1 basket_1_contain_region))'")
     for clause in clauses:
         _check_clause(text, clause)
     return clauses
+
+
+def _is_one_expression(text: str) -> bool:
+    """Whether the text is one parenthesised expression (the parser's own errors are bare exceptions)."""
+    text, depths, depth = text.strip(), [], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        depths.append(depth)
+    return bool(depths) and depths[-1] == 0 and all(value > 0 for value in depths[:-1])
 
 
 def _check_clause(text: str, clause: list[str]) -> None:
