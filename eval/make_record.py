@@ -1,6 +1,6 @@
 """A record from finished evaluations.
 
-    python -m vla_rl.eval.make_record sft_pi0_tiny --command "vla-rl run configs/libero/pi0_tiny.yaml" \\
+    python -m vla_rl.eval.make_record sft_pi0_tiny --command "vla-rl run RECIPE" \\
         --run after=runs/x/eval --run noop=runs/x/eval_noop --recipe sft=runs/x/sft --bar success_rate=0.9
 
 Each `--run CONDITION=RUN_DIR` gives rows under that condition and a metric `CONDITION_success_rate`; the first one's is also

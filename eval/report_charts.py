@@ -16,7 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 14, 10, 40
 """Margins for the axes' labels."""
 MAX_POINTS = 300
 """Longer curves are drawn as means of as many equal stretches."""
-LOG_RATIO = 30
+LOG_RATIO = 12
 """A curve of positive values that spans more than this factor gets a logarithmic axis."""
 SMALLEST_SHARE = 0.001
 """A smaller share of time is not shown."""

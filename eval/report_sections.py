@@ -74,8 +74,10 @@ def _demonstrations(phase: Phase) -> str:
         "episodes": f"{summary['episodes']} recorded, {summary['steps']:,} control steps, {summary['bytes'] / 2**20:.1f} MiB",
         "expert": f"{summary['successes']} of {summary['finished']} episodes succeeded",
         "by task": summary["tasks"],
-        "missing": f"{summary['planned'] - summary['finished']} of {summary['planned']}",
     }
+    missing = summary["planned"] - summary["finished"]
+    if missing:
+        fields["incomplete"] = f"{missing} of {summary['planned']} episodes have no outcome"
     return f'<div class="card"><h3>{escape(phase.name)}</h3>{_definitions(fields)}</div>'
 
 
@@ -87,14 +89,19 @@ def training(phases: Sequence[Phase]) -> str:
 
 
 def _charts(found: Mapping[str, Curve]) -> str:
-    """Losses together, success rates together, every other series that moves on its own."""
-    losses = {name: curve for name, curve in found.items() if name == "loss" or name.endswith("_loss")}
-    rates = {name: curve for name, curve in found.items() if name.endswith("success_rate")}
-    others = {name: curve for name, curve in found.items() if name not in losses and name not in rates}
-    moving = {name: curve for name, curve in others.items() if len({value for _, value in curve}) > 1}
-    charts = [line_chart("loss", losses)] if losses else []
-    charts += [line_chart("success rate", rates, bounds=(0, 1))] if rates else []
-    return "".join([*charts, *(line_chart(name.replace("_", " "), {name: curve}) for name, curve in moving.items())])
+    """Losses together, their parts together, success rates together, every other series that moves on its own."""
+    groups: dict[str, dict[str, Curve]] = {"loss": {}, "parts of the loss": {}, "success rate": {}}
+    for name, curve in found.items():
+        if name == "loss" or name.endswith("_loss"):
+            groups["loss"][name] = curve
+        elif name.startswith("loss_"):
+            groups["parts of the loss"][name.removeprefix("loss_")] = curve
+        elif name.endswith("success_rate"):
+            groups["success rate"][name] = curve
+        elif len({value for _, value in curve}) > 1:
+            groups[name.replace("_", " ")] = {name: curve}
+    bounds = {"success rate": (0.0, 1.0)}
+    return "".join(line_chart(title, series, bounds.get(title)) for title, series in groups.items() if series)
 
 
 def time(phases: Sequence[Phase]) -> str:
