@@ -32,6 +32,8 @@ _ABORT_GRACE_S = 2.0
 _ARENA_BYTES = 1 << 20
 """First size of an arena; it grows to the largest message."""
 _NEVER = float("inf")
+_STDERR = 2
+"""What simulators print must not end up between the lines that a command prints for machines."""
 
 
 @dataclass
@@ -90,10 +92,10 @@ class ProcessPool:
         self.num_envs = config.workers
         self._config = config
         self._resolution = env.resolution
-        self._start = pickle.dumps(WorkerStart(env, make_env, config.debug_poison))
+        self._start = _pickled_start(env, make_env)
         self._gl_lock = ProcessLock.create()
         self._epoll = select.epoll()
-        self._deadlines = threading.Lock()
+        self._lock = threading.Lock()  # for what the watchdog, or a person's thread through `preempt`, looks at
         self._closing = threading.Event()
         self._member_of: dict[int, _Member] = {}
         self._members = [self._new_member(index) for index in range(config.workers)]
@@ -118,7 +120,9 @@ class ProcessPool:
         """See `EnvPool.step`. Raises PoolStateError unless an episode of this env waits for a chunk."""
         require_env(env, self.num_envs)
         member = self._members[env]
-        member.protocol.begin_step()
+        with self._lock:
+            member.protocol.begin_step()
+            member.wire.preempt = False
         self._send(member.process, member.wire.write_step(chunk.actions_CA), self._config.step_deadline_s)
 
     def ready(self, timeout_s: float) -> list[EnvReply]:
@@ -141,8 +145,9 @@ class ProcessPool:
         """See `EnvPool.preempt`; nothing happens unless a chunk is running."""
         require_env(env, self.num_envs)
         member = self._members[env]
-        if member.protocol.state is EnvState.STEPPING:
-            member.wire.preempt = True
+        with self._lock:
+            if member.protocol.state is EnvState.STEPPING:
+                member.wire.preempt = True
 
     def close(self) -> None:
         """See `EnvPool.close`. Workers get a moment to close their envs, and are killed after it."""
@@ -175,7 +180,7 @@ class ProcessPool:
         if member.protocol.state is not EnvState.QUEUED:
             member.protocol.state = EnvState.STARTING
         member.wire.write_bytes(self._start)
-        process = _start_worker(member.protocol.env, member.wire, self._gl_lock, self._config)
+        process = _start_worker(member, self._config, self._resolution, self._gl_lock)
         member.process = process
         self._member_of[process.reply.fileno()] = member
         self._epoll.register(process.reply, select.EPOLLIN)
@@ -195,7 +200,7 @@ class ProcessPool:
 
     def _send(self, process: _Process | None, message: bytes, allowed_s: float) -> None:
         assert process is not None, "an env whose state allows a request has a worker"
-        with self._deadlines:
+        with self._lock:
             process.allowed_s = allowed_s
             process.deadline = time.monotonic() + allowed_s
         with contextlib.suppress(BrokenPipeError):  # it has died: `ready` sees its closed pipe and reports the fault
@@ -205,7 +210,7 @@ class ProcessPool:
         """Read one token of a worker, or notice its end."""
         process = member.process
         assert process is not None, "only running workers are polled"
-        with self._deadlines:
+        with self._lock:
             process.deadline = _NEVER
         message = process.reply.read(TOKEN.size)
         if not message or process.hung:
@@ -256,7 +261,7 @@ class ProcessPool:
         """The watchdog thread: end workers past their deadline, first with a signal that makes them write their stack."""
         while not self._closing.wait(_WATCHDOG_PERIOD_S):
             now = time.monotonic()
-            with self._deadlines:
+            with self._lock:
                 late = [m.process for m in self._members if m.process is not None and m.process.deadline < now]
                 for process in late:
                     process.popen.send_signal(signal.SIGKILL if process.hung else signal.SIGABRT)
@@ -264,18 +269,26 @@ class ProcessPool:
                     process.hung = True
 
 
-def _start_worker(index: int, wire: Wire, gl_lock: ProcessLock, config: PoolConfig) -> _Process:
+def _pickled_start(env: EnvConfig, make_env: MakeEnv) -> bytes:
+    """Raises TypeError for a `make_env` that a worker could not import."""
+    if getattr(make_env, "__module__", None) == "__main__":
+        raise TypeError(f"make_env {make_env!r} is defined in the main script, which workers do not import: move it into a module")
+    return pickle.dumps(WorkerStart(env, make_env))
+
+
+def _start_worker(member: _Member, config: PoolConfig, resolution: int, gl_lock: ProcessLock) -> _Process:
     """A fresh interpreter, not a fork: nothing of this process (GL, CUDA, threads, `__main__`) reaches it but these files."""
     request_out, request_in = os.pipe()
     reply_out, reply_in = os.pipe()
     post_mortem = os.memfd_create("vla-rl-post-mortem")
-    theirs = (request_out, reply_in, wire.arena.fd, post_mortem, gl_lock.fd)
+    inherited = (request_out, reply_in, member.wire.arena.fd, post_mortem, gl_lock.fd)
+    numbers = (member.protocol.env, resolution, int(config.debug_poison))
     popen = subprocess.Popen(
-        [sys.executable, "-P", "-m", "vla_rl.sim.worker", *map(str, (index, wire.payload, *theirs))],
-        pass_fds=theirs,
+        [sys.executable, "-P", "-m", "vla_rl.sim.worker", *map(str, (*numbers, *inherited))],
+        pass_fds=inherited,
         env=_worker_environment(config.threads_per_worker),
         stdin=subprocess.DEVNULL,
-        stdout=sys.__stderr__.fileno() if sys.__stderr__ else subprocess.DEVNULL,
+        stdout=_STDERR,
     )
     os.close(request_out)
     os.close(reply_in)

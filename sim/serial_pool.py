@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class SerialPool:
         self._env_config = env
         self._protocols = [EpisodeProtocol(index, EnvState.IDLE) for index in range(config.workers)]
         self._preempted = [False] * config.workers
+        self._lock = threading.Lock()  # `preempt` may come from a person's thread
         self._pending: deque[tuple[int, Callable[[Env], ResetReply | ChunkReply]]] = deque()
         self._bell, self._ringer = socket.socketpair()
         self._envs: dict[int, Env] = {}
@@ -42,8 +44,9 @@ class SerialPool:
     def step(self, env: int, chunk: ActionChunk) -> None:
         """See `EnvPool.step`. Raises PoolStateError unless an episode of this env waits for a chunk."""
         require_env(env, self.num_envs)
-        self._protocols[env].begin_step()
-        self._preempted[env] = False
+        with self._lock:
+            self._protocols[env].begin_step()
+            self._preempted[env] = False
         self._ask(env, lambda simulator: simulator.step_chunk(chunk.actions_CA))
 
     def ready(self, timeout_s: float) -> list[EnvReply]:
@@ -60,8 +63,9 @@ class SerialPool:
     def preempt(self, env: int) -> None:
         """See `EnvPool.preempt`; nothing happens unless a chunk is running."""
         require_env(env, self.num_envs)
-        if self._protocols[env].state is EnvState.STEPPING:
-            self._preempted[env] = True
+        with self._lock:
+            if self._protocols[env].state is EnvState.STEPPING:
+                self._preempted[env] = True
 
     def close(self) -> None:
         """See `EnvPool.close`."""

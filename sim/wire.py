@@ -121,9 +121,8 @@ class Wire:
         self.arena.buffer[0] = value
 
     def write_step(self, actions_CA: np.ndarray) -> bytes:
-        """Put a chunk of actions into the arena; the token to send. Clears the preempt flag."""
+        """Put a chunk of actions into the arena, and name a place for the answer's pictures; the token to send."""
         rows, slot = len(actions_CA), self._slots.free()
-        self.preempt = False
         self._action_field(rows)[:] = actions_CA
         if self._debug_poison:
             self._slots.poison(self.arena, slot)

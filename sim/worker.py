@@ -7,7 +7,6 @@ traceback, and ends the worker. `faulthandler` writes the Python stack into the 
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import pickle
@@ -31,19 +30,22 @@ CLOSE_GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker must know, pickled in its arena when it starts."""
+    """What a worker builds, pickled in its arena when it starts."""
 
     env: EnvConfig
     make_env: MakeEnv
-    debug_poison: bool
 
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """The command line: the env's index in the pool, where its arena holds the pickled `WorkerStart`, and descriptors."""
+    """The command line: numbers, and descriptors that the worker inherits."""
 
     index: int
-    start: int
+    """Of the env in its pool."""
+    resolution: int
+    """Pixels of a view."""
+    debug_poison: int
+    """0 or 1."""
     request: int
     """Tokens from the pool."""
     reply: int
@@ -62,31 +64,30 @@ def main(command_line: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the watchdog ends a hung worker with SIGABRT, for its stack
     faulthandler.enable(arguments.post_mortem)
     threading.Thread(target=_end_with_pool, args=(arguments.request,), daemon=True).start()
-    arena = SharedArena(arguments.arena)
-    start: WorkerStart = pickle.loads(memoryview(arena.buffer)[arguments.start :])
-    wire = Wire(arena, start.env.resolution, start.debug_poison)
+    wire = Wire(SharedArena(arguments.arena), arguments.resolution, bool(arguments.debug_poison))
     try:
-        _serve(arguments, wire, start)
+        _serve(arguments, wire)
     except Exception:  # noqa: BLE001 - the boundary of the process: whatever an env raises goes to the pool, with its traceback
         os.write(arguments.reply, wire.write_pickled(Kind.RAISED, traceback.format_exc()))
         return 1
     return 0
 
 
-def _serve(arguments: WorkerArguments, wire: Wire, start: WorkerStart) -> None:
-    """Build the env, say so, and answer requests."""
+def _serve(arguments: WorkerArguments, wire: Wire) -> None:
+    """Build the env, say so, answer requests. An env that raised is not closed: it may hang, and the process ends anyway."""
+    start: WorkerStart = pickle.loads(memoryview(wire.arena.buffer)[wire.payload :])
     env = start.make_env(start.env, lambda: wire.preempt, arguments.index, ProcessLock(arguments.gl_lock).held())
-    with contextlib.closing(env):
-        os.write(arguments.reply, wire.write_pickled(Kind.STARTED, env.spec))
-        while message := os.read(arguments.request, TOKEN.size):
-            token = Token(*TOKEN.unpack(message))
-            if token.kind == Kind.CLOSE:
-                break
-            if token.kind == Kind.STEP:
-                answer = wire.write_chunk(env.step_chunk(wire.read_step(token)))
-            else:
-                answer = wire.write_pickled(Kind.PICKLED, env.reset(*wire.read_pickled(token)))
-            os.write(arguments.reply, answer)
+    os.write(arguments.reply, wire.write_pickled(Kind.STARTED, env.spec))
+    while message := os.read(arguments.request, TOKEN.size):
+        token = Token(*TOKEN.unpack(message))
+        if token.kind == Kind.CLOSE:
+            break
+        if token.kind == Kind.STEP:
+            answer = wire.write_chunk(env.step_chunk(wire.read_step(token)))
+        else:
+            answer = wire.write_pickled(Kind.PICKLED, env.reset(*wire.read_pickled(token)))
+        os.write(arguments.reply, answer)
+    env.close()
 
 
 def _end_with_pool(request: int) -> None:

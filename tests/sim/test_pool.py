@@ -219,3 +219,11 @@ def test_preempt_of_a_chunk_that_the_serial_pool_has_not_begun() -> None:
 def test_a_bad_configuration_says_what_is_allowed(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PoolConfig(**settings)
+
+
+def test_an_env_that_workers_cannot_import_is_refused_at_once() -> None:
+    def of_the_main_script() -> None: ...
+
+    of_the_main_script.__module__ = "__main__"
+    with pytest.raises(TypeError, match="defined in the main script, which workers do not import: move it into a module"):
+        make_pool(PoolConfig(workers=1), EnvConfig("reach"), of_the_main_script)  # pyright: ignore[reportArgumentType]
