@@ -174,9 +174,14 @@ def _failure_table(failed: Sequence[EpisodeRow]) -> str:
 
 
 def _failure(row: EpisodeRow) -> str:
-    reason = row.reason.strip().splitlines()[-1] if row.reason.strip() else ""
-    cells = (str(row.task), escape(row.init), str(row.seed), str(row.steps), _flag(row), escape(reason))
+    cells = (str(row.task), escape(row.init), str(row.seed), str(row.steps), _flag(row), escape(_short(row.reason)))
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _short(reason: str) -> str:
+    """One line of a reason: the error at the end of a traceback, else the first line."""
+    lines = reason.strip().splitlines() or [""]
+    return lines[-1] if "Traceback" in lines[0] else lines[0]
 
 
 def protocols(phases: Sequence[Phase]) -> str:

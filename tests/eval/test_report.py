@@ -145,6 +145,13 @@ def test_an_incomplete_evaluation_says_so(fakes: Any, tmp_path: Path) -> None:
     assert "2 of 2 episodes" in text and "crash" in text
 
 
+def test_a_crash_is_listed_with_its_error_and_not_its_traceback() -> None:
+    raised = "raised: Traceback (most recent call last):\n  File x\nGLError: no context left"
+    assert report_sections._short(raised) == "GLError: no context left"
+    assert report_sections._short("hung: no answer within 180 s\nThread 0x1\nExtension modules") == "hung: no answer within 180 s"
+    assert report_sections._short("") == ""
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="is not a directory"):
         write_report(tmp_path / "nothing")
