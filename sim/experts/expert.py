@@ -10,18 +10,18 @@ import numpy as np
 
 from vla_rl.episode import EpisodeSpec, Observation
 from vla_rl.sim.experts.grasp import can_hold
+from vla_rl.sim.experts.move_part import MovePart, PlateOnTable, StoveKnob
 from vla_rl.sim.experts.noise import ActionNoise
 from vla_rl.sim.experts.pick_place import PickPlace
 from vla_rl.sim.experts.place import can_place
 from vla_rl.sim.experts.shapes import category_of
-from vla_rl.sim.experts.slide import Slide
 
 Goal = list[list[str]]
 """A conjunction of predicates as LIBERO parses them, such as `[["in", "milk_1", "basket_1_contain_region"]]`."""
 TABLE_REGION = r"main_table_\w+_region"
 SUPPORTED = (
     "experts put one object that fits between the fingers, or a bowl, in a basket's contain_region or on a plate, a bowl, "
-    "a stove's cook_region, a cabinet's top_side or a wine rack; they slide a plate to a region of the main table"
+    "a stove's cook_region, a cabinet's top_side or a wine rack; they slide a plate to a region of the main table, and turn on a stove"
 )
 
 
@@ -69,7 +69,9 @@ def _skill_for(goal: Goal) -> Skill | None:
         case [["in" | "on" as relation, name, destination]] if can_hold(category_of(name)) and can_place(relation, destination):
             return PickPlace(relation, name, destination)
         case [["on", name, site]] if category_of(name) == "plate" and re.fullmatch(TABLE_REGION, site):
-            return Slide(name, site)
+            return MovePart(PlateOnTable(name, site))
+        case [["turnon", stove]] if category_of(stove) == "flat_stove":
+            return MovePart(StoveKnob(stove))
         case _:
             return None
 

@@ -24,6 +24,7 @@ SOUP_IN_BASKET = ["in", "alphabet_soup_1", "basket_1_contain_region"]
         [["on", "wine_bottle_1", "wooden_cabinet_1_top_side"]],
         [["on", "cream_cheese_1", "akita_black_bowl_1"]],
         [["on", "plate_1", "main_table_stove_front_region"]],
+        [["turnon", "flat_stove_1"]],
     ],
 )
 def test_supported_goals(goal: list[list[str]]) -> None:
@@ -38,7 +39,7 @@ def test_supported_goals(goal: list[list[str]]) -> None:
         [["in", "moka_pot_1", "basket_1_contain_region"]],
         [["on", "butter_1", "milk_1"]],
         [["close", "wooden_cabinet_1_top_region"]],
-        [["turnon", "flat_stove_1"]],
+        [["turnoff", "flat_stove_1"]],
         [SOUP_IN_BASKET, ["in", "milk_1", "basket_1_contain_region"]],
     ],
 )
