@@ -73,7 +73,7 @@ def load_run(path: Path) -> EvaluatedRun:
             f"{path} is incomplete: {len(missing)} of {summary['planned']} specs have no outcome ({', '.join(missing[:5])}); "
             f"start its evaluation again to run them"
         )
-    finished = finished_rows(read_rows(path / "episodes.jsonl"))
+    finished = sorted(finished_rows(read_rows(path / "episodes.jsonl")), key=lambda row: row.place)
     rows = {row.key: row for row in finished}
     if len(rows) != len(finished):
         raise CompareError(f"{path} has several outcomes of one spec, in several conditions; evaluate each condition in a run of its own")

@@ -123,7 +123,7 @@ def videos(phases: Sequence[Phase], root: Path) -> str:
     budget, parts = EMBED_TOTAL_BYTES, []
     for phase in sorted(reported_evaluations(phases), key=lambda phase: not phase.is_policy):
         figures = []
-        for row in phase.rows:
+        for row in sorted(phase.rows, key=lambda row: row.place):
             path = phase.path / row.video
             if row.video and path.is_file():
                 size = path.stat().st_size
@@ -159,7 +159,8 @@ def failures(phases: Sequence[Phase]) -> str:
     """Failed and crashed episodes of policies, and crashes of everybody."""
     parts = []
     for phase in reported_evaluations(phases):
-        failed = [row for row in phase.rows if row.crashed or (not row.success and phase.is_policy)]
+        rows = sorted(phase.rows, key=lambda row: row.place)
+        failed = [row for row in rows if row.crashed or (not row.success and phase.is_policy)]
         if failed:
             parts.append(f"<details open><summary>{escape(_heading(phase))}: {len(failed)}</summary>{_failure_table(failed)}</details>")
     return "".join(parts)

@@ -65,6 +65,11 @@ class EpisodeRow:
         return self.outcome == Outcome.CRASH.value
 
     @property
+    def place(self) -> tuple[str, int, int, int]:
+        """Its place among other episodes: suite, task, number of the init, seed."""
+        return self.suite, self.task, int(self.init.partition(":")[2]), self.seed
+
+    @property
     def pairing(self) -> tuple[str, str]:
         """What identifies an episode inside a run."""
         return self.condition, self.key
