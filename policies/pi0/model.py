@@ -36,6 +36,10 @@ class Prefix:
     """Keys and values float32[B, G, P, D] of each layer."""
     mask_BP: Tensor
     """bool[B, P]: real tokens (images always, prompt without padding)."""
+    suffix_rotary: Tensor
+    """Rotary angles of the suffix, whose positions follow the prefix's real tokens."""
+    suffix_mask: Tensor
+    """Additive mask float32[B, 1, N, P + N]: what each suffix token may attend to."""
 
 
 class Pi0Model(nn.Module):
@@ -83,17 +87,13 @@ class Pi0Model(nn.Module):
         for index, layer in enumerate(self.language.layers):
             x_BPM, key_value = layer(x_BPM, rotary, additive, only_key_value=index == last)
             key_values.append(key_value)
-        return Prefix(key_values, mask_BP)
+        return Prefix(key_values, mask_BP, *self._suffix_geometry(mask_BP, x_BPM.dtype))
 
     def velocity(self, prefix: Prefix, state_BS: Tensor, x_BCA: Tensor, time_B: Tensor) -> Tensor:
         """dx/dt at `x_BCA` and flow time `time_B` (1 noise, 0 actions), float32[B, C, A]."""
         x_BNM, condition_BM = self._embed_suffix(state_BS, x_BCA, time_B)
-        suffix = x_BNM.shape[1]
-        positions_BN = prefix.mask_BP.sum(1, keepdim=True) + torch.arange(suffix, device=x_BNM.device)
-        rotary = rotary_angles(positions_BN, self.config.expert.head_width).to(x_BNM.dtype)
-        additive = _additive(self._suffix_mask(prefix.mask_BP, suffix), x_BNM.dtype)
         for layer, past in zip(self.expert.layers, prefix.key_values):
-            x_BNM, _ = layer(x_BNM, rotary, additive, past, condition_BM)
+            x_BNM, _ = layer(x_BNM, prefix.suffix_rotary, prefix.suffix_mask, past, condition_BM)
         x_BNM, _ = self.expert.norm(x_BNM, condition_BM)
         return self.action_out_proj(x_BNM[:, -x_BCA.shape[1] :]).float()
 
@@ -108,13 +108,16 @@ class Pi0Model(nn.Module):
         actions = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(joined)))
         return torch.cat((self.state_proj(state_BS)[:, None], actions), 1), None
 
-    def _suffix_mask(self, prefix_mask_BP: Tensor, suffix: int) -> Tensor:
-        """bool[B, 1, N, P + N]: what each suffix token may attend to."""
+    def _suffix_geometry(self, prefix_mask_BP: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rotary angles and additive mask of the suffix; they depend on the prefix alone, so every denoise step shares them."""
+        pi0 = self.config.family == "pi0"
+        batch, suffix = len(prefix_mask_BP), self.config.chunk_length + pi0
+        positions_BN = prefix_mask_BP.sum(1, keepdim=True) + torch.arange(suffix, device=prefix_mask_BP.device)
         own_NN = prefix_mask_BP.new_ones(suffix, suffix)
-        if self.config.family == "pi0":
+        if pi0:
             own_NN[0, 1:] = False
-        batch = len(prefix_mask_BP)
-        return torch.cat((prefix_mask_BP[:, None].expand(batch, suffix, -1), own_NN.expand(batch, -1, -1)), 2)[:, None]
+        seen = torch.cat((prefix_mask_BP[:, None].expand(batch, suffix, -1), own_NN.expand(batch, -1, -1)), 2)[:, None]
+        return rotary_angles(positions_BN, self.config.expert.head_width).to(dtype), _additive(seen, dtype)
 
 
 def time_embedding(time_B: Tensor, width: int, min_period: float, max_period: float) -> Tensor:
