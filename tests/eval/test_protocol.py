@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vla_rl.conventions import Orientation
@@ -89,6 +89,7 @@ def test_a_control_without_horizon_fits_any_policy() -> None:
     assert protocol_differences(published.to_dict(), get_protocol("openpi").to_dict()) == ["executed_horizon: 8 against 5"]
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 89), min_size=1, max_size=12), st.integers(1, 50))
 def test_every_task_and_init_exactly_once(tasks: set[int], count: int) -> None:
     protocol = get_protocol("openvla-oft")

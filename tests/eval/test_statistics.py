@@ -31,6 +31,7 @@ def test_wilson_gives_the_published_numbers(successes: int, trials: int, low: fl
     assert (round(100 * interval.low, 1), round(100 * interval.high, 1)) == (low, high)
 
 
+@settings(deadline=None)
 @given(counts)
 def test_wilson_equals_scipy(count: tuple[int, int]) -> None:
     successes, trials = count
@@ -38,6 +39,7 @@ def test_wilson_equals_scipy(count: tuple[int, int]) -> None:
     assert wilson_interval(successes, trials) == pytest.approx((reference.low, reference.high), abs=1e-12)
 
 
+@settings(deadline=None)
 @given(counts)
 def test_wilson_contains_the_rate_and_mirrors(count: tuple[int, int]) -> None:
     successes, trials = count
@@ -61,6 +63,7 @@ def test_mcnemar_by_hand() -> None:
     assert mcnemar_exact(1, 3) == 2 * (1 + 4) / 16
 
 
+@settings(deadline=None)
 @given(st.integers(0, 200), st.integers(0, 200))
 def test_mcnemar_equals_scipy_and_is_symmetric(wins: int, losses: int) -> None:
     reference = binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
@@ -99,6 +102,7 @@ def test_tango_with_one_discordant_pair() -> None:
     assert _score_reference(0, 1, 44, high) == pytest.approx(1.644854**2, rel=1e-3)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 100))
 def test_tango_contains_the_estimate_and_mirrors(wins: int, losses: int, concordant: int) -> None:
     pairs = wins + losses + concordant
@@ -139,6 +143,7 @@ def test_effect_from_a_perfect_rate_by_hand(rate: float) -> None:
     assert minimum_detectable_effect(rate, 50) == pytest.approx(2.801585**2 / (50 + 2.801585**2), rel=1e-5)
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 0.99), st.integers(20, 5000))
 def test_more_episodes_detect_smaller_effects(rate: float, trials: int) -> None:
     assert minimum_detectable_effect(rate, 2 * trials) <= minimum_detectable_effect(rate, trials)
