@@ -1,0 +1,81 @@
+"""A pipeline runs its phases in order, fills in its folder, and goes on where it stopped."""
+
+from pathlib import Path
+
+import pytest
+
+from vla_rl.cli import main
+from vla_rl.config import ConfigError, load_recipe
+from vla_rl.phases.pipeline import PipelineConfig
+from vla_rl.telemetry.files import read_jsonl
+
+RECIPE = """
+run_dir: RUN
+phases:
+  - command: collect
+    recipe:
+      run_dir: "{run_dir}/demonstrations"
+      suite: reach
+      tasks: [0]
+      episodes_per_task: 4
+      frame_every: 1
+      env: {kind: reach, resolution: 64}
+      pool: {backend: serial, workers: 1}
+      show_progress: false
+  - command: sft
+    recipe:
+      run_dir: "{run_dir}/sft"
+      data: {paths: ["{run_dir}/demonstrations"], validation_fraction: 0}
+      policy: {prompt_tokens: 16, language: {depth: 1}, expert: {depth: 1}}
+      updates: 3
+      global_batch_size: 4
+      micro_batch_size_per_rank: 4
+      show_progress: false
+  - command: eval
+    recipe:
+      run_dir: "{run_dir}/eval"
+      suite: reach
+      tasks: [0]
+      protocol: sampled
+      episodes_per_task: 2
+      checkpoint: "{run_dir}/sft/checkpoints/last/policy"
+      videos: 1
+      env: {kind: reach, resolution: 64}
+      pool: {backend: serial, workers: 1}
+      show_progress: false
+"""
+
+
+def test_collect_sft_eval_in_order_and_again_does_nothing_twice(tmp_path: Path) -> None:
+    recipe, run = tmp_path / "pipeline.yaml", tmp_path / "run"
+    recipe.write_text(RECIPE.replace("RUN", str(run)))
+    assert main(["run", str(recipe)]) == 0
+    assert len(list((run / "demonstrations" / "episodes").glob("*.hdf5"))) == 4
+    assert [row["update"] for row in read_jsonl(run / "sft" / "metrics.jsonl") if "loss" in row] == [1, 2, 3]
+    assert len(read_jsonl(run / "eval" / "episodes.jsonl")) == 2
+    report = (run / "report.html").read_text()
+    assert "http://" not in report and "https://" not in report, "the report needs no network"
+    assert main(["run", str(recipe)]) == 0
+    assert len(read_jsonl(run / "eval" / "episodes.jsonl")) == 2
+    assert len(read_jsonl(run / "sft" / "metrics.jsonl")) == 3
+
+
+def test_run_dir_moves_the_whole_pipeline(tmp_path: Path) -> None:
+    recipe = tmp_path / "pipeline.yaml"
+    recipe.write_text(RECIPE.replace("RUN", "runs/here"))
+    assert load_recipe(PipelineConfig, recipe, ["--run-dir", "runs/there"]).run_dir == "runs/there"
+
+
+def test_a_phase_that_fails_stops_the_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, run = tmp_path / "pipeline.yaml", tmp_path / "run"
+    recipe.write_text(RECIPE.replace("RUN", str(run)).replace('{run_dir}/demonstrations"]', str(tmp_path / "nothing") + '"]'))
+    assert main(["run", str(recipe)]) == 2
+    assert "nothing" in capsys.readouterr().err
+    assert not (run / "eval").exists()
+
+
+def test_two_phases_in_one_folder_are_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "pipeline.yaml"
+    recipe.write_text(RECIPE.replace("RUN", "runs/x").replace('{run_dir}/sft"', '{run_dir}/eval"'))
+    with pytest.raises(ConfigError, match="two phases share the run_dir"):
+        load_recipe(PipelineConfig, recipe)
