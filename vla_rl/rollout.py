@@ -21,7 +21,7 @@ from vla_rl.conventions import require_equal
 from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome
 from vla_rl.errors import UserError
 from vla_rl.sim.base import ChunkReply, EnvFault, EnvPool, EnvSpec, Look, ResetReply
-from vla_rl.telemetry.spans import span
+from vla_rl.telemetry.spans import SpanTotals
 
 ATTEMPTS = 2
 """How often a spec runs at the most: a crash is no failure, so it runs again once."""
@@ -73,6 +73,10 @@ class _Running:
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
+_Ended = tuple[int, Episode | None] | None
+"""An env that is free again, with its episode (None: the spec will run again); or None: it goes on."""
+
+
 def look_of(needs: ActorNeeds, record_every: int = 0, record_states: bool = False) -> Look:
     """What an env must show this actor, plus what a recorder asks for."""
     return Look(views=needs.views, privileged=needs.privileged, record_every=record_every, record_states=record_states)
@@ -104,6 +108,7 @@ def run_episodes(pool: EnvPool, actor: Actor, specs: SpecSource, look_for: Calla
     connect(pool.spec, actor.needs)
     running: dict[int, _Running] = {}
     again: deque[_Running] = deque()
+    totals = SpanTotals()
 
     def begin(env: int) -> None:
         entry = _next_episode(again, specs)
@@ -115,21 +120,37 @@ def run_episodes(pool: EnvPool, actor: Actor, specs: SpecSource, look_for: Calla
     for env in range(pool.num_envs):
         begin(env)
     while running:
-        chunks = [(env, chunk) for env, chunk in actor.ready(0.0) if env in running]
-        ended = [_propose(pool, running, env, chunk) for env, chunk in chunks]
-        replies = pool.ready(0.0)
-        ended += [_receive(actor, running, again, reply) for reply in replies]
-        for env, episode in filter(None, ended):
-            del running[env]
-            if episode is not None:
-                actor.finish(env, episode)
-                specs.report(episode)
-        for env in range(pool.num_envs):
-            if env not in running:
-                begin(env)
-        yield from (entry[1] for entry in filter(None, ended) if entry[1] is not None)
-        if not chunks and not replies and running:
-            _sleep(pool, actor, running)
+        with totals.timed("actor"):
+            chunks = [(env, chunk) for env, chunk in actor.ready(0.0) if env in running]
+        with totals.timed("pool"):
+            ended = [_propose(pool, running, env, chunk) for env, chunk in chunks]
+            replies = pool.ready(0.0)
+        with totals.timed("actor"):
+            ended += [_receive(actor, running, again, reply) for reply in replies]
+            episodes = _finish(actor, specs, running, ended)
+        with totals.timed("pool"):
+            for env in range(pool.num_envs):
+                if env not in running:
+                    begin(env)
+        if episodes:
+            totals.flush()
+            yield from episodes
+        elif not chunks and not replies:
+            with totals.timed(_who_is_awaited(running)):
+                wait([*pool.waitables(), *actor.waitables()], POLL_S)
+    totals.flush()
+
+
+def _finish(actor: Actor, specs: SpecSource, running: dict[int, _Running], ended: Iterable[_Ended]) -> list[Episode]:
+    """Free the envs whose episodes ended, and tell actor and source about each episode."""
+    episodes: list[Episode] = []
+    for env, episode in filter(None, ended):
+        del running[env]
+        if episode is not None:
+            actor.finish(env, episode)
+            specs.report(episode)
+            episodes.append(episode)
+    return episodes
 
 
 def _next_episode(again: deque[_Running], specs: SpecSource) -> _Running | None:
@@ -139,16 +160,11 @@ def _next_episode(again: deque[_Running], specs: SpecSource) -> _Running | None:
     return None if spec is None else _Running(spec, faults=[])
 
 
-def _sleep(pool: EnvPool, actor: Actor, running: dict[int, _Running]) -> None:
-    """Wait until the pool or the actor has something; the span says who kept the loop waiting."""
+def _who_is_awaited(running: dict[int, _Running]) -> str:
+    """Name of the span for waiting: who keeps the loop."""
     for_actor = any(entry.proposed is None and entry.observation is not None for entry in running.values())
     for_env = any(entry.proposed is not None or entry.observation is None for entry in running.values())
-    with span("wait_env_and_policy" if for_actor and for_env else "wait_policy" if for_actor else "wait_env"):
-        wait([*pool.waitables(), *actor.waitables()], POLL_S)
-
-
-_Ended = tuple[int, Episode | None] | None
-"""An env that is free again, with its episode (None: the spec will run again); or None: it goes on."""
+    return "wait_env_and_policy" if for_actor and for_env else "wait_policy" if for_actor else "wait_env"
 
 
 def _propose(pool: EnvPool, running: dict[int, _Running], env: int, chunk: ActionChunk) -> _Ended:

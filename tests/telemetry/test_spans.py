@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vla_rl.telemetry.files import read_jsonl
-from vla_rl.telemetry.spans import add_span, close_span_log, leaf_shares, open_span_log, span
+from vla_rl.telemetry.spans import SpanTotals, add_span, close_span_log, leaf_shares, open_span_log, span
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +60,18 @@ def test_no_log_costs_nothing_and_records_nothing() -> None:
     with span("step"):
         add_span("x", 1.0)
     assert leaf_shares([], "step") == {}
+
+
+def test_totals_become_one_leaf_per_name_and_start_anew() -> None:
+    log = open_span_log(None)
+    totals = SpanTotals()
+    with span("loop"):
+        for _ in range(3):
+            with totals.timed("actor"):
+                pass
+            with totals.timed("pool"):
+                pass
+        totals.flush()
+        totals.flush()
+    assert [(row["name"], row["leaf"], row["depth"]) for row in log.rows] == [("actor", True, 1), ("pool", True, 1), ("loop", False, 0)]
+    assert sum(row["s"] for row in log.rows[:2]) <= log.rows[2]["s"]

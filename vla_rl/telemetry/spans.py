@@ -106,6 +106,28 @@ def add_span(name: str, duration_s: float) -> None:
     log.close_span(_Open(name, time.time() - duration_s), len(stack), duration_s)
 
 
+class SpanTotals:
+    """Adds up blocks that are too short and too many for a row each; `flush` records one leaf per name."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add a block's wall time to `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - started
+
+    def flush(self) -> None:
+        """Record what was added up since the last flush, inside the open span."""
+        for name, seconds in self._seconds.items():
+            add_span(name, seconds)
+        self._seconds.clear()
+
+
 def leaf_shares(rows: Iterable[Mapping[str, Any]], root: str) -> dict[str, float]:
     """Share of the `root` spans' wall time by leaf name, largest first, with `unaccounted` (all sums to 1).
 
