@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vla_rl.conventions import Conventions
 from vla_rl.episode import VIEWS, Bool, Float32, Observation
+from vla_rl.policies.flow_stochastic import Exploration
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,41 @@ class PolicyOutput:
     log_prob_BC: Tensor | None = None
     """float32[B, C], summed over the real action dimensions."""
     value_B: Tensor | None = None
+    """float32[B]: the critic's estimate, when exploring with a policy that has one."""
+
+
+@dataclass
+class TransitionBatch:
+    """Recorded denoise transitions of a batch (`FlowRecord`s as tensors of one device)."""
+
+    x_t_BKCA: Tensor
+    """float32[B, K, C, A]: where each began."""
+    x_next_BKCA: Tensor
+    """float32[B, K, C, A]: where it went."""
+    denoise_index_BK: Tensor
+    """int64[B, K]: which denoise steps these are."""
+
+    def to(self, device: torch.device | str) -> TransitionBatch:
+        """The same record on another device."""
+        return TransitionBatch(self.x_t_BKCA.to(device), self.x_next_BKCA.to(device), self.denoise_index_BK.to(device))
+
+    def select(self, index: Tensor | slice) -> TransitionBatch:
+        """The rows `index`."""
+        return TransitionBatch(self.x_t_BKCA[index], self.x_next_BKCA[index], self.denoise_index_BK[index])
+
+
+@dataclass
+class ScoredTransitions:
+    """What `log_prob` answers for recorded transitions, with gradient."""
+
+    log_prob_BC: Tensor
+    """float32[B, C], summed over the real action dimensions and the recorded steps."""
+    entropy_BC: Tensor
+    """float32[B, C], summed likewise; constant for Flow-SDE."""
+    velocity_BKCA: Tensor
+    """float32[B, K, C, A]: the velocity at each x_t."""
+    value_B: Tensor | None = None
+    """float32[B]: the critic's estimate; None without one."""
 
 
 class Policy(Protocol):
@@ -116,8 +152,20 @@ class Policy(Protocol):
         """The only way out: float32[B, C, 7] in environment units, clipped to [-1, 1]."""
         ...
 
-    def act(self, batch: Batch, noise_seeds: Sequence[int]) -> PolicyOutput:
-        """Sample a chunk per row; row b's noise comes from `noise_seeds[b]` alone, whatever the batch."""
+    def act(self, batch: Batch, noise_seeds: Sequence[int], exploration: Exploration | None = None) -> PolicyOutput:
+        """Sample a chunk per row; row b's noise comes from `noise_seeds[b]` alone, whatever the batch.
+
+        Without `exploration` the sampler is deterministic given the noise, as evaluation wants it; with it, the output also holds the
+        stochastic transitions, their log-probabilities and the critic's value.
+        """
+        ...
+
+    def log_prob(self, batch: Batch, record: TransitionBatch, exploration: Exploration) -> ScoredTransitions:
+        """Log-probability of recorded transitions, entropy and value, with gradient; `exploration` is the rollout's."""
+        ...
+
+    def value(self, batch: Batch) -> Tensor:
+        """The critic's estimate float32[B]: the same computation as in `act` and `log_prob`. Raises ValueError without a critic."""
         ...
 
     def sft_loss(self, batch: Batch, noise_seeds: Sequence[int]) -> LossSums:

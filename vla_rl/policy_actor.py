@@ -19,6 +19,8 @@ import torch
 from vla_rl.actors import ActorNeeds
 from vla_rl.episode import ActionChunk, Episode, EpisodeSpec, FlowRecord, Observation, noise_seed
 from vla_rl.policies.base import Policy, PolicyOutput
+from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.telemetry.spans import span
 
 
 @dataclass
@@ -34,14 +36,25 @@ class PolicyActor:
     """Answers observations with chunks of a policy, cut to its executed horizon.
 
     `batch_size` is the fixed number of rows of every forward; at most that many requests are answered at once.
+    With `exploration` it samples and records what a learner needs; without, it acts as evaluation wants it.
     """
 
-    def __init__(self, policy: Policy, batch_size: int, name: str = "policy", weights_version: int = 0, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        batch_size: int,
+        name: str = "policy",
+        weights_version: int = 0,
+        device: str = "cpu",
+        exploration: Exploration | None = None,
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         spec = policy.spec
         self.policy = policy
         self.weights_version = weights_version
+        self.forwards = 0
+        """Batches answered so far; together with the number of chunks they tell how full they were."""
         self.needs = ActorNeeds(
             name=name,
             views=spec.views,
@@ -51,6 +64,7 @@ class PolicyActor:
         )
         self._batch_size = batch_size
         self._device = device
+        self._exploration = exploration
         self._specs: dict[int, EpisodeSpec] = {}
         self._chunk_index: dict[int, int] = {}
         self._episode_number: dict[int, int] = {}
@@ -117,10 +131,11 @@ class PolicyActor:
     def _forward(self, requests: Sequence[_Request]) -> list[ActionChunk]:
         started = time.perf_counter()
         rows = [*requests, *[requests[0]] * (self._batch_size - len(requests))]
-        with torch.no_grad():
+        with span("policy_forward"), torch.no_grad():
             batch = self.policy.preprocess([row.observation for row in rows]).to(self._device)
-            output = self.policy.act(batch, [row.seed for row in rows])
+            output = self.policy.act(batch, [row.seed for row in rows], self._exploration)
             actions_BCA = self.policy.postprocess(output.actions_BCA)
+        self.forwards += 1
         elapsed = time.perf_counter() - started
         horizon = self.policy.spec.executed_horizon
         return [

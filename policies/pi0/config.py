@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vla_rl.episode import ACTION_DIM, STATE_DIM
+from vla_rl.policies.critic import CriticConfig
+from vla_rl.policies.noise_head import NoiseHeadConfig
 from vla_rl.policies.processor import Normalization
 
 _LEAST_DIMS = (("model_state_dim", STATE_DIM), ("model_action_dim", ACTION_DIM))
@@ -129,6 +131,10 @@ class Pi0Config:
     are noise to a small network: it must learn to ignore them."""
     time_max_period: float = 4.0
     """Longest period."""
+    critic: CriticConfig | None = None
+    """A value head, which `vla-rl rl` adds; none for policies that only act."""
+    noise_head: NoiseHeadConfig | None = None
+    """A learned exploration spread (Flow-Noise), which `vla-rl rl` adds; none for policies that only act."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.executed_horizon <= self.chunk_length:

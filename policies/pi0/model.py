@@ -40,6 +40,8 @@ class Prefix:
     """Rotary angles of the suffix, whose positions follow the prefix's real tokens."""
     suffix_mask: Tensor
     """Additive mask float32[B, 1, N, P + N]: what each suffix token may attend to."""
+    tokens_BPM: Tensor
+    """float32[B, P, M]: the tokens as they enter the language model's last layer, of which only keys and values are read; for a critic."""
 
 
 class Pi0Model(nn.Module):
@@ -87,15 +89,22 @@ class Pi0Model(nn.Module):
         for index, layer in enumerate(self.language.layers):
             x_BPM, key_value = layer(x_BPM, rotary, additive, only_key_value=index == last)
             key_values.append(key_value)
-        return Prefix(key_values, mask_BP, *self._suffix_geometry(mask_BP, x_BPM.dtype))
+        return Prefix(key_values, mask_BP, *self._suffix_geometry(mask_BP, x_BPM.dtype), x_BPM)
 
     def velocity(self, prefix: Prefix, state_BS: Tensor, x_BCA: Tensor, time_B: Tensor) -> Tensor:
         """dx/dt at `x_BCA` and flow time `time_B` (1 noise, 0 actions), float32[B, C, A]."""
+        return self.project(self.suffix(prefix, state_BS, x_BCA, time_B)[:, -x_BCA.shape[1] :])
+
+    def project(self, tokens_BCM: Tensor) -> Tensor:
+        """The velocity float32[B, C, A] from the expert's tokens of the actions."""
+        return self.action_out_proj(tokens_BCM).float()
+
+    def suffix(self, prefix: Prefix, state_BS: Tensor, x_BCA: Tensor, time_B: Tensor) -> Tensor:
+        """The expert's normed tokens [B, N, M]: the state's (pi0 only), then one per action."""
         x_BNM, condition_BM = self._embed_suffix(state_BS, x_BCA, time_B)
         for layer, past in zip(self.expert.layers, prefix.key_values):
             x_BNM, _ = layer(x_BNM, prefix.suffix_rotary, prefix.suffix_mask, past, condition_BM)
-        x_BNM, _ = self.expert.norm(x_BNM, condition_BM)
-        return self.action_out_proj(x_BNM[:, -x_BCA.shape[1] :]).float()
+        return self.expert.norm(x_BNM, condition_BM)[0]
 
     def _embed_suffix(self, state_BS: Tensor, x_BCA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
         """Suffix tokens, and the condition of the adaptive norms (pi0.5)."""

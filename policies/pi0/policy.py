@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from vla_rl.config import ConfigError
 from vla_rl.episode import ACTION_DIM, Observation
 from vla_rl.policies.augment import random_shift
-from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec
+from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec, ScoredTransitions, TransitionBatch
+from vla_rl.policies.critic import Critic
 from vla_rl.policies.flow import Flow, TimeDirection, row_noise
+from vla_rl.policies.flow_stochastic import Chain, Exploration, chain_log_prob, sample_chain, stochastic_draws
+from vla_rl.policies.noise_head import NoiseHead
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.policies.pi0.gemma import Layer
 from vla_rl.policies.pi0.model import Pi0Model, Prefix
@@ -37,6 +40,8 @@ class Pi0Policy(nn.Module):
         super().__init__()
         self.config, self.spec, self.processor = config, spec, processor
         self.model = Pi0Model(config, len(spec.views))
+        self.critic = self._make_critic()
+        self.noise_head = NoiseHead(config.noise_head, config.expert.width, config.model_action_dim) if config.noise_head else None
         for parameter in self.unread_parameters():
             parameter.requires_grad_(False)
 
@@ -54,10 +59,14 @@ class Pi0Policy(nn.Module):
         return self.processor.postprocess(actions_BCA)
 
     @torch.no_grad()
-    def act(self, batch: Batch, noise_seeds: Sequence[int]) -> PolicyOutput:
-        """Deterministic sampling: noise from the seeds, then `denoise_steps` Euler steps over one prefix."""
+    def act(self, batch: Batch, noise_seeds: Sequence[int], exploration: Exploration | None = None) -> PolicyOutput:
+        """See `Policy.act`: noise from the seeds, then `denoise_steps` steps over one prefix."""
         noise = self._noise(batch, noise_seeds).noise_BCA
         prefix = self.encode(batch)
+        if exploration is not None:
+            chain = self._explore(prefix, batch, noise, noise_seeds, exploration)
+            value_B = None if self.critic is None else self._value(self.critic, prefix, batch)
+            return PolicyOutput(chain.actions_BCA, chain.x_t_BKCA, chain.x_next_BKCA, chain.denoise_index_BK, chain.log_prob_BC, value_B)
         actions = PI0_FLOW.euler(
             lambda x_BCA, time_B: self.model.velocity(prefix, batch.state_BS, x_BCA, time_B), noise, self.config.denoise_steps
         )
@@ -80,6 +89,35 @@ class Pi0Policy(nn.Module):
         velocity_BCA = self.model.velocity(prefix, batch.state_BS, x_BCA, time_B)
         error_BCD = (velocity_BCA - PI0_FLOW.target(batch.actions_BCA, numbers.noise_BCA))[..., :ACTION_DIM].square()
         return _loss_sums(error_BCD, batch.action_mask_BC, batch.weight_B)
+
+    def log_prob(self, batch: Batch, record: TransitionBatch, exploration: Exploration) -> ScoredTransitions:
+        """See `Policy.log_prob`. One velocity per recorded transition, over one prefix."""
+        prefix = self.encode(batch)
+        velocities: list[Tensor] = []
+
+        def velocity(x_BCA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
+            velocity_BCA, raw_BCA = self._spread_velocity(prefix, batch, x_BCA, time_B)
+            velocities.append(velocity_BCA)
+            return velocity_BCA, raw_BCA
+
+        log_prob_BC, entropy_BC = chain_log_prob(
+            PI0_FLOW,
+            velocity,
+            record.x_t_BKCA,
+            record.x_next_BKCA,
+            record.denoise_index_BK,
+            self.config.denoise_steps,
+            exploration,
+            ACTION_DIM,
+        )
+        value_B = None if self.critic is None else self._value(self.critic, prefix, batch)
+        return ScoredTransitions(log_prob_BC, entropy_BC, torch.stack(velocities, 1), value_B)
+
+    def value(self, batch: Batch) -> Tensor:
+        """See `Policy.value`."""
+        if self.critic is None:
+            raise ValueError("value needs a policy with a critic; `policies/extend.py` adds one")
+        return self._value(self.critic, self.encode(batch), batch)
 
     def encode(self, batch: Batch) -> Prefix:
         """Images and prompt, once per chunk."""
@@ -114,6 +152,40 @@ class Pi0Policy(nn.Module):
             unread.append(self.model.expert.lm_head)
         for module in unread:
             yield from module.parameters()
+
+    def _explore(self, prefix: Prefix, batch: Batch, noise_BCA: Tensor, noise_seeds: Sequence[int], exploration: Exploration) -> Chain:
+        """Denoise with stochastic steps, whose numbers come from another stream of the same seeds."""
+        shape = (self.config.chunk_length, self.config.model_action_dim)
+        draws = stochastic_draws(noise_seeds, self.config.denoise_steps, shape, noise_BCA.device)
+        return sample_chain(
+            PI0_FLOW,
+            lambda x_BCA, time_B: self._spread_velocity(prefix, batch, x_BCA, time_B),
+            noise_BCA,
+            draws,
+            exploration,
+            ACTION_DIM,
+        )
+
+    def _spread_velocity(self, prefix: Prefix, batch: Batch, x_BCA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Velocity, and the noise head's raw output where there is one, float32[B, C, A] each."""
+        tokens_BCM = self.model.suffix(prefix, batch.state_BS, x_BCA, time_B)[:, -x_BCA.shape[1] :]
+        return self.model.project(tokens_BCM), None if self.noise_head is None else self.noise_head(tokens_BCM)
+
+    def _make_critic(self) -> Critic | None:
+        config = self.config
+        if config.critic is None:
+            return None
+        width = config.language.width if config.critic.reads == "prefix" else config.expert.width
+        return Critic(config.critic, width, config.model_state_dim)
+
+    def _value(self, critic: Critic, prefix: Prefix, batch: Batch) -> Tensor:
+        """float32[B]; one computation for rollout and trainer, whatever was sampled. See `CriticConfig.reads`."""
+        if critic.config.reads == "prefix":
+            return critic(prefix.tokens_BPM, prefix.mask_BP, batch.state_BS)
+        x_BCA = batch.state_BS.new_zeros(len(batch), self.config.chunk_length, self.config.model_action_dim)
+        first_B = batch.state_BS.new_full((len(batch),), PI0_FLOW.grid(1)[0])
+        tokens_BNM = self.model.suffix(prefix, batch.state_BS, x_BCA, first_B)
+        return critic(tokens_BNM, tokens_BNM.new_ones(tokens_BNM.shape[:2], dtype=torch.bool), batch.state_BS)
 
     def _noise(self, batch: Batch, noise_seeds: Sequence[int]):
         if len(noise_seeds) != len(batch):

@@ -18,6 +18,8 @@ _PREFIXES = (
     ("model.expert.", f"{_EXPERT}model."),
 )
 """(our prefix, the published one); the first that fits counts, every other name is the same on both sides."""
+OWN_MODULES = ("critic.", "noise_head.")
+"""Prefixes of what no published policy has; these names stay as they are."""
 LANGUAGE_HEAD = f"{_PALIGEMMA}lm_head.weight"
 """The language model's vocabulary head: a second copy of the token embedding, which nothing reads."""
 LANGUAGE_EMBEDDING = f"{_PALIGEMMA}model.language_model.embed_tokens.weight"
@@ -48,6 +50,8 @@ def own_name(name: str, others: frozenset[str]) -> str | None:
     openpi's files store the embedding only as the head, LeRobot's store both; files written before the `model.` level
     existed lack that prefix.
     """
+    if name.startswith(OWN_MODULES):
+        return name
     if not name.startswith("model."):
         return own_name(f"model.{name}", frozenset(f"model.{other}" for other in others))
     if name == LANGUAGE_HEAD:

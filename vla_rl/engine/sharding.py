@@ -21,9 +21,9 @@ from torch.utils import _pytree
 
 from vla_rl.engine.config import EngineConfig, EngineConfigError
 from vla_rl.engine.world import World
-from vla_rl.policies.base import LossSums, PolicyOutput
+from vla_rl.policies.base import LossSums, PolicyOutput, ScoredTransitions
 
-for _container in (LossSums, PolicyOutput):
+for _container in (LossSums, PolicyOutput, ScoredTransitions):
     _pytree.register_dataclass(_container)
 """FSDP finds the tensors of an output through pytrees, and hooks the backward pass there; an unregistered dataclass would be a leaf."""
 
