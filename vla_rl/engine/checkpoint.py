@@ -42,15 +42,22 @@ class CheckpointError(UserError):
 
 
 def save_checkpoint(
-    engine: Engine, checkpoints: Path, extra: Mapping[str, Any], save_policy: SavePolicy | None = None, keep_last: int | None = None
+    engine: Engine,
+    checkpoints: Path,
+    extra: Mapping[str, Any],
+    save_policy: SavePolicy | None = None,
+    keep_last: int | None = None,
+    number: int | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `checkpoints/step_N` (N: the engine's updates) and point `last` to it; every rank calls it.
+    """Write `checkpoints/step_N` and point `last` to it; every rank calls it. N is `number`, or the engine's updates where none is given.
 
+    `write_more` may put further files into the folder (on rank 0), such as episodes that no update has seen yet.
     `extra` is a JSON value that comes back from `load_checkpoint` (data cursor, counters of the caller). `save_policy`
     adds the folder `policy/`. With `keep_last`, older checkpoints beyond that many are removed afterwards.
     Raises CheckpointError on every rank, naming the folder and the checkpoint that stays valid, where the disk is full or not writable.
     """
-    target = checkpoints / f"step_{engine.updates}"
+    target = checkpoints / f"step_{engine.updates if number is None else number}"
     temporary = checkpoints / f".{target.name}.tmp"
     state = training_state(engine)
     weights = _full_weights(engine) if save_policy is not None else {}
@@ -60,6 +67,8 @@ def save_checkpoint(
     def finish() -> None:
         if save_policy is not None:
             save_policy(temporary / "policy", weights)
+        if write_more is not None:
+            write_more(temporary)
         write_json(temporary / "trainer.json", _trainer(engine, extra))
         _seal(temporary)
         _publish(temporary, target)
@@ -112,8 +121,11 @@ def verify_checkpoint(folder: Path) -> dict[str, Any]:
 
 def _full_weights(engine: Engine) -> dict[str, Any]:
     """Weights to act with, in host memory of rank 0 (other ranks walk the generator and keep nothing)."""
-    weights = engine.named_weights(averaged=engine.average is not None)
-    return {name: tensor.cpu() for name, tensor in weights if engine.world.leads or tensor is None}
+    kept: dict[str, Any] = {}
+    for name, tensor in engine.named_weights(averaged=engine.average is not None):
+        if engine.world.leads:
+            kept[name] = tensor.cpu()
+    return kept
 
 
 def _trainer(engine: Engine, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ backward pass, so the gradient does not depend on how a global batch is cut into
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,6 @@ from vla_rl.policies.base import LossSums
 
 COUNT_TOLERANCE = 1e-5
 """Relative difference allowed between a loss's count (float32) and the normalizer's (float64)."""
-
 MAX_SKIPPED_IN_A_ROW = 20
 """Updates without a finite gradient after which training stands still for good."""
 
@@ -71,10 +70,12 @@ class StepResult:
 class Engine:
     """Trains one policy over the ranks of a world; see the module's docstring."""
 
-    def __init__(self, policy: nn.Module, config: EngineConfig, total_updates: int, world: World | None = None) -> None:
+    def __init__(
+        self, policy: nn.Module, config: EngineConfig, total_updates: int, world: World | None = None, groups: Sequence[str] = ()
+    ) -> None:
         """Select what learns, move to the device, shard, and make the optimizer.
 
-        Every rank passes a policy with equal weights; rank 0's are what counts (they are broadcast).
+        `groups` are prefixes of parameter names whose learning rate `optim_step` can scale apart. Every rank passes a policy with equal weights; rank 0's are what counts (they are broadcast).
         Raises EngineConfigError where the policy cannot do what the config asks.
         """
         self.config = config
@@ -85,7 +86,7 @@ class Engine:
         _broadcast(policy, self.world)
         shard(policy, config, self.world)
         self.policy = policy
-        self.optimizer = _optimizer(policy, config)
+        self.optimizer, self._group_names = _optimizer(policy, config, groups)
         self.average = WeightAverage(self.trainable(), config.ema_decay) if config.ema_decay is not None else None
         self.updates = 0
         self.version = 0
@@ -117,14 +118,16 @@ class Engine:
             sums.append(LossSums(result.loss_sum.detach(), result.count.detach(), result.metrics))
         return self._reduce(sums, divisor)
 
-    def optim_step(self) -> StepResult:
+    def optim_step(self, factors: Mapping[str, float] | None = None) -> StepResult:
         """Clip by the global norm, update the weights and the average, clear the gradient.
 
+        `factors` scales the learning rate of a group, by the prefix that the engine was made with, or of all other parameters (`""`);
+        0 holds them still, weight decay included.
         A norm that is not finite skips the update: counted in `skipped`, reported, and the version stays.
         """
         rate = learning_rate(self.config, self.updates, self.total_updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for name, group in zip(self._group_names, self.optimizer.param_groups, strict=True):
+            group["lr"] = rate * (factors or {}).get(name, 1.0)
         norm = self._clip()
         finite = math.isfinite(norm)
         if finite:
@@ -139,6 +142,13 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(self.version, rate, norm, skipped=not finite)
 
+    def take_gradient(self) -> dict[str, Tensor]:
+        """This rank's shard of the accumulated gradient by parameter name, which is cleared in place of an update."""
+        gradients = {name: p.grad for name, p in self.trainable().items() if p.grad is not None}
+        taken = {name: local_tensor(gradient).clone() for name, gradient in gradients.items()}
+        self.optimizer.zero_grad(set_to_none=True)
+        return taken
+
     def infer[R](self, fn: Callable[[Any], R]) -> R:
         """`fn(policy)` in evaluation mode without gradients; every rank must enter the policy equally often."""
         self.policy.eval()
@@ -151,6 +161,7 @@ class Engine:
     def named_weights(self, trainable_only: bool = False, averaged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under the plain policy's names (adapters merged); a collective: every rank walks all of it.
 
+        Tensors may share memory with the weights: copy what must outlive the next update.
         `trainable_only` leaves out what training cannot change; `averaged` gives the moving average in place of the weights.
         """
         if averaged and self.average is None:
@@ -238,11 +249,12 @@ def _broadcast(policy: nn.Module, world: World) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def _optimizer(policy: nn.Module, config: EngineConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019); the fused kernel takes a third of the time of the foreach one on a CPU."""
-    learning = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in learning if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in learning if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+def _optimizer(policy: nn.Module, config: EngineConfig, prefixes: Sequence[str]) -> tuple[torch.optim.AdamW, list[str]]:
+    """AdamW (Loshchilov and Hutter 2019), and the prefix of each of its groups; the fused kernel takes a third of the time on a CPU."""
+    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad:
+            prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            groups.setdefault((prefix, parameter.ndim >= 2), []).append(parameter)
+    settings = [{"params": p, "weight_decay": config.weight_decay if decays else 0.0} for (_, decays), p in groups.items()]
+    return torch.optim.AdamW(settings, lr=config.lr, betas=config.betas, eps=config.eps, fused=True), [prefix for prefix, _ in groups]
