@@ -27,8 +27,8 @@ def test_gap_by_hand():
         (2e-6, True, "fp32", False),  # exactly 0 where the shapes are equal
         (5e-5, False, "fp32", True),
         (2e-4, False, "fp32", False),
-        (0.1, False, "bf16", True),
-        (0.5, False, "bf16", False),
+        (0.4, False, "bf16", True),
+        (0.6, False, "bf16", False),
         (float("nan"), False, "bf16", False),
     ],
 )
