@@ -75,7 +75,8 @@ class Engine:
     ) -> None:
         """Select what learns, move to the device, shard, and make the optimizer.
 
-        `groups` are prefixes of parameter names whose learning rate `optim_step` can scale apart. Every rank passes a policy with equal weights; rank 0's are what counts (they are broadcast).
+        `groups` are prefixes of parameter names whose learning rate `optim_step` can scale apart.
+        Every rank passes a policy with equal weights; rank 0's are what counts (they are broadcast).
         Raises EngineConfigError where the policy cannot do what the config asks.
         """
         self.config = config
