@@ -143,10 +143,9 @@ class Transformer(nn.Module):
 
 
 def rotary_angles(positions_BN: Tensor, head_width: int) -> Tensor:
-    """float32[2, B, 1, N, D]: cosines and sines of the rotary angles, each half repeated."""
+    """float32[2, B, 1, N, D / 2]: cosines and sines of the rotary angles."""
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=positions_BN.device) / head_width
     angles = positions_BN[:, None, :, None].float() / ROTARY_BASE**exponents
-    angles = torch.cat((angles, angles), -1)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -154,7 +153,7 @@ def rotate(x_BHND: Tensor, rotary: Tensor) -> Tensor:
     """Rotate the two halves of each head by its position's angles."""
     first, second = x_BHND.chunk(2, dim=-1)
     cosines, sines = rotary
-    return x_BHND * cosines + torch.cat((-second, first), -1) * sines
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), -1)
 
 
 def _residual(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
