@@ -8,6 +8,7 @@ So a picture is never overwritten while somebody holds it, and no more than `SLO
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -24,50 +25,51 @@ COPIED = 0
 class PictureSlots:
     """`SLOTS` places for both views of an observation, from byte `start` of an arena on; each side of a pipe has one."""
 
-    def __init__(self, start: int, resolution: int) -> None:
+    def __init__(self, arena: SharedArena, start: int, resolution: int) -> None:
         self.shape = (resolution, resolution, 3)
+        size = aligned(math.prod(self.shape))
+        self._spans = {view: slice(index * size, index * size + math.prod(self.shape)) for index, view in enumerate(VIEWS)}
+        self._slot_bytes = len(VIEWS) * size
         self._start = start
-        self._picture_bytes = resolution * resolution * 3
-        self._slot_bytes = len(VIEWS) * aligned(self._picture_bytes)
-        self._bases: list[weakref.ref[np.ndarray] | None] = [None] * SLOTS
         self.end = start + SLOTS * self._slot_bytes
+        arena.ensure(self.end)
+        self._buffer = arena.buffer
+        self._places = [self._pictures(self._base(slot), VIEWS) for slot in range(SLOTS)]
+        self._lent: list[weakref.ref[np.ndarray] | None] = [None] * SLOTS
 
     def free(self) -> int:
         """A slot of which nobody holds a picture, or `COPIED`."""
         for slot in range(COPIED + 1, SLOTS):
-            base = self._bases[slot]
+            base = self._lent[slot]
             if base is None or base() is None:
                 return slot
         return COPIED
 
-    def write(self, arena: SharedArena, slot: int, images: Mapping[str, np.ndarray]) -> None:
+    def write(self, slot: int, images: Mapping[str, np.ndarray]) -> None:
         """Put pictures of `shape` into a slot."""
-        base = self._base(arena, slot)
+        places = self._places[slot]
         for view, picture in images.items():
-            self._picture(base, view)[:] = picture
+            places[view][:] = picture
 
-    def read(self, arena: SharedArena, slot: int, views: Sequence[str]) -> dict[str, np.ndarray]:
+    def read(self, slot: int, views: Sequence[str]) -> dict[str, np.ndarray]:
         """Pictures that the other side has put into a slot: lent, or copies if the slot is `COPIED`."""
-        base = self._base(arena, slot)
-        images = {view: self._picture(base, view) for view in views}
         if slot == COPIED:
-            return {view: picture.copy() for view, picture in images.items()}
-        self._bases[slot] = weakref.ref(base)
-        return images
+            return {view: self._places[slot][view].copy() for view in views}
+        base = self._base(slot)
+        self._lent[slot] = weakref.ref(base)
+        return self._pictures(base, views)
 
-    def poison(self, arena: SharedArena, slot: int) -> None:
+    def poison(self, slot: int) -> None:
         """Debug: mark a free slot as unwritten."""
-        poison(self._base(arena, slot))
+        poison(self._base(slot))
 
-    def require_written(self, arena: SharedArena, slot: int, views: Sequence[str]) -> None:
+    def require_written(self, slot: int, views: Sequence[str]) -> None:
         """Debug: raise PoisonError unless these views of a slot have been written."""
-        base = self._base(arena, slot)
         for view in views:
-            require_written(f"view {view}", self._picture(base, view))
+            require_written(f"view {view}", self._places[slot][view])
 
-    def _base(self, arena: SharedArena, slot: int) -> np.ndarray:
-        return np.frombuffer(arena.buffer, np.uint8, self._slot_bytes, self._start + slot * self._slot_bytes)
+    def _base(self, slot: int) -> np.ndarray:
+        return np.frombuffer(self._buffer, np.uint8, self._slot_bytes, self._start + slot * self._slot_bytes)
 
-    def _picture(self, base: np.ndarray, view: str) -> np.ndarray:
-        start = VIEWS.index(view) * aligned(self._picture_bytes)
-        return base[start : start + self._picture_bytes].reshape(self.shape)
+    def _pictures(self, base: np.ndarray, views: Sequence[str]) -> dict[str, np.ndarray]:
+        return {view: base[self._spans[view]].reshape(self.shape) for view in views}

@@ -122,7 +122,7 @@ class ProcessPool:
         member = self._members[env]
         with self._lock:
             member.protocol.begin_step()
-            member.wire.preempt = False
+            member.wire.request_preempt(False)
         self._send(member.process, member.wire.write_step(chunk.actions_CA), self._config.step_deadline_s)
 
     def ready(self, timeout_s: float) -> list[EnvReply]:
@@ -147,7 +147,7 @@ class ProcessPool:
         member = self._members[env]
         with self._lock:
             if member.protocol.state is EnvState.STEPPING:
-                member.wire.preempt = True
+                member.wire.request_preempt(True)
 
     def close(self) -> None:
         """See `EnvPool.close`. Workers get a moment to close their envs, and are killed after it."""

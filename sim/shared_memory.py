@@ -7,6 +7,7 @@ nothing is left behind, however a process dies; and it does not count against th
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -31,12 +32,13 @@ class SharedArena:
 
     Pages are allocated at once, so that a lack of memory is an OSError here and not a SIGBUS in the middle of a copy.
     The creator hands `fd` to a child process (`pass_fds`) or `path` to any process of the same user.
-    Arrays made by `array` share the memory and keep it mapped; they are not copies.
+    Arrays made by `array` share the memory and keep it mapped; they are not copies. They stay valid when it is enlarged,
+    because a new mapping shows the same pages.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._map = self._mapped()
+        self._map()
 
     @classmethod
     def create(cls, size: int, name: str = "vla-rl") -> SharedArena:
@@ -61,20 +63,9 @@ class SharedArena:
         """How any process of the same user can `attach` it while this one keeps it open."""
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
-    @property
-    def size(self) -> int:
-        """Mapped bytes."""
-        return len(self._map)
-
-    @property
-    def buffer(self) -> mmap.mmap:
-        """The mapped bytes; another object after `ensure` or `remap` has enlarged the arena."""
-        return self._map
-
     def array(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         """A writable array in the arena at `offset` (bytes). Raises ValueError where it does not fit."""
-        count = int(np.prod(shape, dtype=np.int64))
-        return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
+        return np.frombuffer(self.buffer, dtype, math.prod(shape), offset).reshape(shape)
 
     def ensure(self, size: int) -> bool:
         """Enlarge the arena to at least `size` bytes; True if the mapping changed. Raises OSError when memory is short."""
@@ -87,7 +78,7 @@ class SharedArena:
         """Follow an enlargement by the other side; True if the mapping changed."""
         if os.fstat(self.fd).st_size == self.size:
             return False
-        self._map = self._mapped()
+        self._map()
         return True
 
     def prefault(self) -> None:
@@ -101,8 +92,11 @@ class SharedArena:
             os.close(self.fd)
             self.fd = -1
 
-    def _mapped(self) -> mmap.mmap:
-        return mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+    def _map(self) -> None:
+        self.size = os.fstat(self.fd).st_size
+        """Mapped bytes."""
+        self.buffer = mmap.mmap(self.fd, self.size)
+        """The mapped bytes."""
 
 
 def _page_multiple(size: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -71,15 +71,9 @@ class Token(NamedTuple):
 
 TOKEN = struct.Struct("<BBHHQQ3d")
 _SUCCESS, _TERMINATED, _TRUNCATED, _PREEMPTED = 1, 2, 4, 8
-_VIEW_BITS = {view: 16 << index for index, view in enumerate(VIEWS)}
-
-
-def _view_bits(views: Iterable[str]) -> int:
-    return sum(_VIEW_BITS[view] for view in views)
-
-
-_VIEW_SETS = {_view_bits(views): views for views in ((), VIEWS[:1], VIEWS[1:], VIEWS)}
-"""What the view bits of a token stand for."""
+_BITS_OF_VIEWS: dict[tuple[str, ...], int] = {(): 0, VIEWS[:1]: 16, VIEWS[1:]: 32, VIEWS: 48}
+_VIEWS_OF_BITS = {bits: views for views, bits in _BITS_OF_VIEWS.items()}
+_PICTURE_DTYPE, _STATE_DTYPE = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,8 @@ class Wire:
 
     def __init__(self, arena: SharedArena, resolution: int, debug_poison: bool) -> None:
         self.arena = arena
-        self._slots = PictureSlots(ALIGNMENT, resolution)
+        self._slots = PictureSlots(arena, ALIGNMENT, resolution)
+        self._preempt_flag = memoryview(arena.buffer)[:1]
         self.payload = self._slots.end
         """Arena offset of messages (bytes); before it lie the preempt flag and the picture slots."""
         self._debug_poison = debug_poison
@@ -109,31 +104,31 @@ class Wire:
         self._slot = 0
         self._chunks: dict[int, _ChunkFields] = {}
         self._actions: dict[int, np.ndarray] = {}
-        self._ensure(self.payload)
 
-    @property
-    def preempt(self) -> bool:
+    def preempt_requested(self) -> bool:
         """Whether the pool wants the running chunk to stop."""
-        return self.arena.buffer[0] != 0
+        return self._preempt_flag[0] != 0
 
-    @preempt.setter
-    def preempt(self, value: bool) -> None:
-        self.arena.buffer[0] = value
+    def request_preempt(self, value: bool) -> None:
+        """Ask for the running chunk to stop, or forget it."""
+        self._preempt_flag[0] = value
 
     def write_step(self, actions_CA: np.ndarray) -> bytes:
         """Put a chunk of actions into the arena, and name a place for the answer's pictures; the token to send."""
         rows, slot = len(actions_CA), self._slots.free()
         self._action_field(rows)[:] = actions_CA
         if self._debug_poison:
-            self._slots.poison(self.arena, slot)
+            self._slots.poison(slot)
         return TOKEN.pack(Kind.STEP, 0, rows, slot, 0, self.payload + 4 * rows * ACTION_DIM, 0.0, 0.0, 0.0)
 
     def read_step(self, token: Token) -> np.ndarray:
         """float32[C, 7]: the actions that a STEP token announces."""
         self._follow(token)
         self._slot = token.slot
-        actions_CA = self._taken("actions", self._action_field(token.rows))
-        self._release()
+        field = self._action_field(token.rows)
+        actions_CA = field.copy()
+        if self._debug_poison:
+            self._release({"actions": field})
         return actions_CA
 
     def write_bytes(self, message: bytes) -> None:
@@ -161,11 +156,10 @@ class Wire:
         self._follow(token)
         sizes = [int(size) for size in self.arena.array(self.payload, (token.rows + 1,), np.uint64)]
         offsets = _offsets(self.payload + aligned(8 * len(sizes)), sizes)
-        head, *buffers = (
-            self._taken(f"buffer {index}", self.arena.array(offset, (size,), np.uint8))
-            for index, (offset, size) in enumerate(zip(offsets, sizes))
-        )
-        self._release()
+        fields = {f"buffer {index}": self.arena.array(at, (size,), np.uint8) for index, (at, size) in enumerate(zip(offsets, sizes))}
+        head, *buffers = (field.copy() for field in fields.values())
+        if self._debug_poison:
+            self._release(fields)
         value = pickle.loads(head.data, buffers=[buffer.data for buffer in buffers])
         if isinstance(value, ResetReply):
             self._prompt = value.observation.prompt
@@ -173,54 +167,50 @@ class Wire:
 
     def write_chunk(self, reply: ChunkReply) -> bytes:
         """Put a chunk reply into the arena, field by field if it is a usual one; the token to send."""
-        if not self._is_usual(reply):
-            return self.write_pickled(Kind.PICKLED, reply)
         observation, timing, rows = reply.observation, reply.timing, len(reply.reward_E)
+        view_bits = _BITS_OF_VIEWS.get(tuple(observation.images))
+        if view_bits is None or not self._is_usual(reply):
+            return self.write_pickled(Kind.PICKLED, reply)
         flags = _SUCCESS * reply.success | _TERMINATED * reply.terminated | _TRUNCATED * reply.truncated | _PREEMPTED * reply.preempted
-        self._slots.write(self.arena, self._slot, observation.images)
+        self._slots.write(self._slot, observation.images)
         fields = self._chunk_fields(rows)
         fields.state_S[:] = observation.state
         fields.executed_EA[:] = reply.executed_EA
         fields.reward_E[:] = reply.reward_E
-        flags |= _view_bits(observation.images)
-        return TOKEN.pack(Kind.CHUNK, flags, rows, self._slot, 0, fields.end, timing["physics"], timing["render"], timing["step"])
+        times = timing["physics"], timing["render"], timing["step"]
+        return TOKEN.pack(Kind.CHUNK, flags | view_bits, rows, self._slot, 0, fields.end, *times)
 
     def read_chunk(self, env: int, token: Token) -> ChunkReply:
         """The chunk reply of `env` that a CHUNK token announces; its pictures may be lent, see `picture_slots.py`."""
         self._follow(token)
-        flags, views = token.flags, _VIEW_SETS[token.flags & _view_bits(VIEWS)]
-        if self._debug_poison:
-            self._slots.require_written(self.arena, token.slot, views)
+        flags, views = token.flags, _VIEWS_OF_BITS[token.flags & _BITS_OF_VIEWS[VIEWS]]
         fields = self._chunk_fields(token.rows)
-        images = self._slots.read(self.arena, token.slot, views)
+        if self._debug_poison:
+            self._slots.require_written(token.slot, views)
         reply = ChunkReply(
             env=env,
-            observation=Observation(images, self._taken("state", fields.state_S), self._prompt),
-            executed_EA=self._taken("executed actions", fields.executed_EA),
-            reward_E=self._taken("rewards", fields.reward_E),
+            observation=Observation(self._slots.read(token.slot, views), fields.state_S.copy(), self._prompt),
+            executed_EA=fields.executed_EA.copy(),
+            reward_E=fields.reward_E.copy(),
             success=bool(flags & _SUCCESS),
             terminated=bool(flags & _TERMINATED),
             truncated=bool(flags & _TRUNCATED),
             preempted=bool(flags & _PREEMPTED),
-            timing=dict(zip(CHUNK_TIMING, token[-3:])),
+            timing={"physics": token.physics_s, "render": token.render_s, "step": token.step_s},
         )
-        self._release()
+        if self._debug_poison:
+            self._release({"state": fields.state_S, "executed actions": fields.executed_EA, "rewards": fields.reward_E})
         return reply
 
     def _is_usual(self, reply: ChunkReply) -> bool:
         """Whether a CHUNK token, its fields and a picture slot hold the reply without loss."""
-        observation = reply.observation
-        return (
-            not reply.frames
-            and not observation.privileged
-            and reply.sim_states_ED is None
-            and reply.robot_states_ER is None
-            and observation.prompt == self._prompt
-            and tuple(reply.timing) == CHUNK_TIMING
-            and observation.images.keys() <= _VIEW_BITS.keys()
-            and all(image.dtype == np.uint8 and image.shape == self._slots.shape for image in observation.images.values())
-            and observation.state.dtype == np.float32
-        )
+        observation, shape = reply.observation, self._slots.shape
+        if reply.frames or observation.privileged or reply.sim_states_ED is not None or reply.robot_states_ER is not None:
+            return False
+        for picture in observation.images.values():
+            if picture.shape != shape or picture.dtype != _PICTURE_DTYPE:
+                return False
+        return observation.prompt == self._prompt and tuple(reply.timing) == CHUNK_TIMING and observation.state.dtype == _STATE_DTYPE
 
     def _action_field(self, rows: int) -> np.ndarray:
         field = self._actions.get(rows)
@@ -245,28 +235,18 @@ class Wire:
 
     def _ensure(self, end: int) -> None:
         known = self.arena.size
-        if self.arena.ensure(end):
-            self._forget_fields()
-            if self._debug_poison:
-                poison(self.arena.array(known, (self.arena.size - known,), np.uint8))
+        if self.arena.ensure(end) and self._debug_poison:
+            poison(self.arena.array(known, (self.arena.size - known,), np.uint8))
 
     def _follow(self, token: Token) -> None:
-        if token.end > self.arena.size and self.arena.remap():
-            self._forget_fields()
+        if token.end > self.arena.size:
+            self.arena.remap()
 
-    def _forget_fields(self) -> None:
-        """The arena was mapped anew: arrays over the old mapping would be written for nobody, or read stale."""
-        self._chunks.clear()
-        self._actions.clear()
-
-    def _taken(self, name: str, array: np.ndarray) -> np.ndarray:
-        if self._debug_poison:
-            require_written(name, array)
-        return array.copy()
-
-    def _release(self) -> None:
-        if self._debug_poison:
-            poison(self.arena.array(self.payload, (self.arena.size - self.payload,), np.uint8))
+    def _release(self, read: Mapping[str, np.ndarray]) -> None:
+        """Debug: check that what was read had been written, and mark the arena as unwritten for the next message."""
+        for name, field in read.items():
+            require_written(name, field)
+        poison(self.arena.array(self.payload, (self.arena.size - self.payload,), np.uint8))
 
 
 def _offsets(start: int, sizes: list[int]) -> list[int]:

@@ -76,7 +76,7 @@ def main(command_line: list[str]) -> int:
 def _serve(arguments: WorkerArguments, wire: Wire) -> None:
     """Build the env, say so, answer requests. An env that raised is not closed: it may hang, and the process ends anyway."""
     start: WorkerStart = pickle.loads(memoryview(wire.arena.buffer)[wire.payload :])
-    env = start.make_env(start.env, lambda: wire.preempt, arguments.index, ProcessLock(arguments.gl_lock).held())
+    env = start.make_env(start.env, wire.preempt_requested, arguments.index, ProcessLock(arguments.gl_lock).held())
     os.write(arguments.reply, wire.write_pickled(Kind.STARTED, env.spec))
     while message := os.read(arguments.request, TOKEN.size):
         token = Token(*TOKEN.unpack(message))

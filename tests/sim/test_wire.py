@@ -180,5 +180,5 @@ def test_a_token_without_its_bytes_is_found_in_debug_mode() -> None:
 def test_preempt_is_seen_at_once_by_the_other_side() -> None:
     ours, theirs = wires()
     for value in (True, False):
-        ours.preempt = value
-        assert theirs.preempt is value
+        ours.request_preempt(value)
+        assert theirs.preempt_requested() is value
