@@ -54,6 +54,7 @@ def small_config(family: Any, kv_heads: int) -> Pi0Config:
         model_action_dim=9,
         normalization=PI0_PRESETS["pi05_base"].normalization,
         carry_output_head=True,
+        time_min_period=PI0_PRESETS["pi0_base"].time_min_period,
     )
 
 
