@@ -9,8 +9,14 @@ from torch.distributed.tensor import DTensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor (a collective); any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The whole of a sharded tensor (a collective); any other tensor as it is. May share memory with the tensor.
+
+    Shards that were offloaded to host memory go back to the device first: its ranks talk through the device.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    on_device = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    return on_device.full_tensor()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class EvaluationConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
 
 
-def evaluate_checkpoint(config: EvaluationConfig, policy: Path, run_dir: Path, show_progress: bool) -> dict[str, float]:
+def evaluate_checkpoint(config: EvaluationConfig, policy: Path, run_dir: Path) -> dict[str, float]:
     """`success_rate` (tasks weighted equally) and `crashes` of the policy in a folder; rows and summary go to `run_dir`."""
     from vla_rl.eval.runner import evaluate
 
@@ -50,7 +50,7 @@ def evaluate_checkpoint(config: EvaluationConfig, policy: Path, run_dir: Path, s
             videos=0,
             env=config.env,
             pool=config.pool,
-            show_progress=show_progress,
+            show_progress=False,
         )
     )
     return {"success_rate": summary.rate, "crashes": float(summary.crashes), "missing_episodes": float(len(summary.missing))}

@@ -8,6 +8,7 @@ interrupted or killed goes on bit for bit when it is started again, and a global
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -35,6 +36,7 @@ from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.factory import PolicyConfig, make_policy, policy_spec
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.policies.pi0.policy import Pi0Policy
+from vla_rl.telemetry.files import read_jsonl
 from vla_rl.telemetry.run_directory import RunDirectory
 from vla_rl.telemetry.spans import close_span_log, leaf_shares, open_span_log, span
 
@@ -119,12 +121,11 @@ def run_sft(config: SftConfig) -> int:
         log = stack.enter_context(MetricLog(training.run, config.loggers, config, engine.updates)) if training.world.leads else None
         show = config.show_progress and training.world.leads
         progress = stack.enter_context(UpdateProgress("sft", config.updates, engine.updates, show))
-        if training.world.leads:
-            spans = open_span_log(training.run.spans_file, role="trainer").rows
-            stack.callback(close_span_log)
+        _open_spans(training)
+        stack.callback(close_span_log)
         _train(training, interrupt, log, progress)
-        if training.world.leads:
-            _report(training, leaf_shares(spans, "update"))
+    if training.world.leads:
+        _report(training)
     training.loader.close()
     close_world()
     return 0 if engine.updates == config.updates else INTERRUPTED
@@ -154,8 +155,8 @@ def _train(training: _Training, interrupt: Interrupt, log: MetricLog | None, pro
                 with span("checkpoint"):
                     saved_at = _save(training)
             if _due(engine.updates, config.evaluation.every):
-                with span("evaluation"), interrupt.breaking():
-                    _log_values(log, engine.updates, _evaluate(training))
+                with span("evaluation"):
+                    _log_values(log, engine.updates, _evaluate(training, interrupt))
     if saved_at != engine.updates:
         _save(training)
 
@@ -272,14 +273,20 @@ def _validation_places(samples: int, most: int, world: World) -> np.ndarray:
     return chosen[: len(chosen) // world.size * world.size][world.rank :: world.size]
 
 
-def _evaluate(training: _Training) -> dict[str, float]:
-    """Success rate of the checkpoint that was just written; rank 0 plays, the others wait."""
-    config, world = training.config, training.world
+def _evaluate(training: _Training, interrupt: Interrupt) -> dict[str, float]:
+    """Success rate of the checkpoint that was just written; rank 0 plays, the others wait. Nothing after Ctrl-C."""
     values: dict[str, float] = {}
-    if world.leads:
+    if training.world.leads:
         place = training.run.path / "evaluations" / f"step_{training.engine.updates}"
-        values = evaluate_checkpoint(config.evaluation, training.run.checkpoints / "last" / "policy", place, config.show_progress)
-    return world.from_leader(values)
+        with interrupt.breaking():
+            values = evaluate_checkpoint(training.config.evaluation, training.run.checkpoints / "last" / "policy", place)
+        _open_spans(training)  # an evaluation logs its own spans, into its own directory
+    return training.world.from_leader(values)
+
+
+def _open_spans(training: _Training) -> None:
+    if training.world.leads:
+        open_span_log(training.run.spans_file, role="trainer")
 
 
 def _write(log: MetricLog | None, engine: Engine, loader: TrainLoader, result: LossResult, step: StepResult) -> None:
@@ -302,8 +309,9 @@ def _any_rank(world: World, requested: bool) -> bool:
     return requested if world.size == 1 else world.sum([float(requested)])[0] > 0
 
 
-def _report(training: _Training, shares: Mapping[str, float]) -> None:
-    """Where the time went, and where the result is."""
+def _report(training: _Training) -> None:
+    """Where the time of this process went, and where the result is."""
+    shares = leaf_shares((row for row in read_jsonl(training.run.spans_file) if row["pid"] == os.getpid()), "update")
     parts = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
     done = f"{training.engine.updates} of {training.config.updates} updates"
     print(f"sft: {done}, {training.engine.skipped} skipped; checkpoint {training.run.checkpoints / 'last'}", file=sys.stderr)
