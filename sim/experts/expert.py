@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from vla_rl.episode import EpisodeSpec, Observation
+from vla_rl.sim.experts.drawer import OpenDrawer
 from vla_rl.sim.experts.grasp import can_hold
 from vla_rl.sim.experts.move_part import MovePart, PlateOnTable, StoveKnob
 from vla_rl.sim.experts.noise import ActionNoise
@@ -19,9 +20,11 @@ from vla_rl.sim.experts.shapes import category_of
 Goal = list[list[str]]
 """A conjunction of predicates as LIBERO parses them, such as `[["in", "milk_1", "basket_1_contain_region"]]`."""
 TABLE_REGION = r"main_table_\w+_region"
+DRAWER_REGION = r"(?P<cabinet>wooden_cabinet_\d+)_(?P<drawer>top|middle|bottom)_region"
 SUPPORTED = (
     "experts put one object that fits between the fingers, or a bowl, in a basket's contain_region or on a plate, a bowl, "
-    "a stove's cook_region, a cabinet's top_side or a wine rack; they slide a plate to a region of the main table, and turn on a stove"
+    "a stove's cook_region, a cabinet's top_side or a wine rack; they slide a plate to a region of "
+    "the main table, turn on a stove, and open a drawer of a wooden cabinet"
 )
 
 
@@ -72,6 +75,8 @@ def _skill_for(goal: Goal) -> Skill | None:
             return MovePart(PlateOnTable(name, site))
         case [["turnon", stove]] if category_of(stove) == "flat_stove":
             return MovePart(StoveKnob(stove))
+        case [["open", region]] if drawer := re.fullmatch(DRAWER_REGION, region):
+            return OpenDrawer(drawer["cabinet"], drawer["drawer"])
         case _:
             return None
 

@@ -55,21 +55,34 @@ class Hand:
 
 
 def descend(hand: Hand, point: np.ndarray, angle: float) -> np.ndarray:
-    """float32[7]: come down over `point` with open fingers along `angle`; wait above while they still open or turn."""
-    turn = abs(hand.turn_to(angle))
-    error = point - hand.position
-    if hand.width < OPEN_WIDTH or turn > 2 * YAW_TOLERANCE:
-        error = error + np.array([0.0, 0.0, WAIT_HEIGHT])
-    rotation = np.zeros(3)
-    if turn > YAW_TOLERANCE / 2:
-        rotation = rotation_error(straight_down(angle, hand.quaternion), hand.quaternion)
-    return osc_action(funnel(error, HOVER, REACH_CONE), rotation, OPEN)
+    """float32[7]: come down over `point` with open fingers along `angle`.
+
+    A hand that is turned well enough is not turned at all, so that most demonstrations hold no rotation.
+    """
+    target = straight_down(angle, hand.quaternion)
+    rotation = rotation_error(target, hand.quaternion) if abs(hand.turn_to(angle)) > YAW_TOLERANCE / 2 else np.zeros(3)
+    return approach(hand, point, target, rotation)
+
+
+def approach(hand: Hand, point: np.ndarray, target: np.ndarray, rotation: np.ndarray) -> np.ndarray:
+    """float32[7]: move to `point` along the z axis of the orientation `target`, fingers open, turning by `rotation` (rad).
+
+    Off that axis, and while the fingers still open or the hand still turns, the hand keeps its distance.
+    """
+    x, y, depth = target.T @ (point - hand.position)
+    waiting = hand.width < OPEN_WIDTH or np.linalg.norm(rotation) > 2 * YAW_TOLERANCE
+    x, y, rise = funnel(np.array([x, y, (WAIT_HEIGHT if waiting else 0.0) - depth]), HOVER, REACH_CONE)
+    return osc_action(target @ np.array([x, y, -rise]), rotation, OPEN)
 
 
 def arrived(hand: Hand, point: np.ndarray, angle: float) -> bool:
-    """Whether the fingers can close now."""
-    near = np.linalg.norm(point - hand.position) < REACH_TOLERANCE
-    return bool(near and abs(hand.turn_to(angle)) < YAW_TOLERANCE and hand.width > OPEN_WIDTH)
+    """Whether a hand that points down can close its fingers now."""
+    return near(hand, point) and abs(hand.turn_to(angle)) < YAW_TOLERANCE
+
+
+def near(hand: Hand, point: np.ndarray) -> bool:
+    """Whether open fingers are at `point`."""
+    return bool(np.linalg.norm(point - hand.position) < REACH_TOLERANCE and hand.width > OPEN_WIDTH)
 
 
 def close_on(hand: Hand, point: np.ndarray) -> np.ndarray:

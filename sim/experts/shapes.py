@@ -131,12 +131,17 @@ DRAWER_WALLS = ((0.003, -0.076, 0.107, 0.007), (0.003, 0.091, 0.107, 0.004), (-0
 """Front, back and sides of a closed drawer in the cabinet's frame: centre x, y and half sizes (m)."""
 
 
+def drawer_slide(cabinet: str, drawer: str, privileged: Mapping[str, np.ndarray]) -> float:
+    """How far (m) a drawer has slid along the cabinet's y axis: 0 closed, -0.16 wide open."""
+    return float(np.ravel(privileged[f"joint:{cabinet}_{drawer}_level"])[0])
+
+
 def open_drawer_walls(cabinet: str, privileged: Mapping[str, np.ndarray]) -> list[Solid]:
     """The walls of the drawers that stand open by more than 2 cm; a drawer slides along the cabinet's y axis."""
     position, rotation = privileged[f"{cabinet}_pos"], rotation_matrix(privileged[f"{cabinet}_quat"])
     walls = []
     for drawer, height in DRAWER_HEIGHTS.items():
-        slide = float(np.ravel(privileged[f"joint:{cabinet}_{drawer}_level"])[0])
+        slide = drawer_slide(cabinet, drawer, privileged)
         if slide < -0.02:
             for x, y, half_x, half_y in DRAWER_WALLS:
                 centre = position + rotation @ [x, y + slide, height]

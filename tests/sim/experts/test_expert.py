@@ -25,6 +25,7 @@ SOUP_IN_BASKET = ["in", "alphabet_soup_1", "basket_1_contain_region"]
         [["on", "cream_cheese_1", "akita_black_bowl_1"]],
         [["on", "plate_1", "main_table_stove_front_region"]],
         [["turnon", "flat_stove_1"]],
+        [["open", "wooden_cabinet_1_middle_region"]],
     ],
 )
 def test_supported_goals(goal: list[list[str]]) -> None:
