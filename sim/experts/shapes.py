@@ -50,6 +50,10 @@ CATALOGUE: Mapping[str, Shape] = {
     "wine_rack": Shape((-0.134, -0.124, -0.002), (0.134, 0.129, 0.328)),
     "wooden_cabinet": Shape((-0.123, -0.109, 0.005), (0.131, 0.112, 0.223)),
 }
+DRAWER_HEIGHTS = {"top": 0.184, "middle": 0.114, "bottom": 0.045}
+"""Height (m) of the middle of each drawer of a wooden cabinet over the cabinet's origin; its walls reach 0.032 up and down."""
+DRAWER_WALLS = ((0.003, -0.076, 0.107, 0.007), (0.003, 0.091, 0.107, 0.004), (-0.102, 0.011, 0.003, 0.081), (0.109, 0.011, 0.003, 0.081))
+"""Front, back and sides of a closed drawer in the cabinet's frame: centre x, y and half sizes (m)."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +129,6 @@ def solids_in(privileged: Mapping[str, np.ndarray]) -> dict[str, Solid]:
     return {name: solid_of(name, privileged) for name in known} | walls
 
 
-DRAWER_HEIGHTS = {"top": 0.184, "middle": 0.114, "bottom": 0.045}
-"""Height (m) of the middle of each drawer of a wooden cabinet over the cabinet's origin; the walls reach 0.032 up and down."""
-DRAWER_WALLS = ((0.003, -0.076, 0.107, 0.007), (0.003, 0.091, 0.107, 0.004), (-0.102, 0.011, 0.003, 0.081), (0.109, 0.011, 0.003, 0.081))
-"""Front, back and sides of a closed drawer in the cabinet's frame: centre x, y and half sizes (m)."""
-
-
 def drawer_slide(cabinet: str, drawer: str, privileged: Mapping[str, np.ndarray]) -> float:
     """How far (m) a drawer has slid along the cabinet's y axis: 0 closed, -0.16 wide open."""
     return float(np.ravel(privileged[f"joint:{cabinet}_{drawer}_level"])[0])
@@ -139,13 +137,13 @@ def drawer_slide(cabinet: str, drawer: str, privileged: Mapping[str, np.ndarray]
 def open_drawer_walls(cabinet: str, privileged: Mapping[str, np.ndarray]) -> list[Solid]:
     """The walls of the drawers that stand open by more than 2 cm; a drawer slides along the cabinet's y axis."""
     position, rotation = privileged[f"{cabinet}_pos"], rotation_matrix(privileged[f"{cabinet}_quat"])
+    angle = float(np.arctan2(rotation[1, 0], rotation[0, 0]))
     walls = []
     for drawer, height in DRAWER_HEIGHTS.items():
         slide = drawer_slide(cabinet, drawer, privileged)
         if slide < -0.02:
             for x, y, half_x, half_y in DRAWER_WALLS:
                 centre = position + rotation @ [x, y + slide, height]
-                angle = float(np.arctan2(rotation[1, 0], rotation[0, 0]))
                 walls.append(Solid(centre, centre, angle, half_x, half_y, 0.032, round=False, wall=0.0))
     return walls
 
