@@ -4,8 +4,8 @@ Stock cameras render at the substep at which observables sample, which is before
 looked at (success or a preemption may end the chunk). So the poses a picture depends on are copied there (a few
 microseconds), and pictures are drawn from the copy later.
 
-Drawing costs in proportion to the faces of the meshes, not to pixels, so the exact levers all leave meshes out:
-meshes outside the picture, the reflection pass where no reflection is seen, and, when the camera has not moved,
+Drawing costs in proportion to the faces of the meshes, not to pixels, so the exact levers all leave faces out:
+runs of triangles outside the picture, the reflection pass where no reflection is seen, and, when the camera has not moved,
 everything that touches no pixel that can have changed (`visibility.py` says why this is exact).
 """
 
@@ -20,8 +20,9 @@ import numpy as np
 from vla_rl.conventions import Orientation
 from vla_rl.episode import VIEW_AGENT, VIEW_WRIST
 from vla_rl.sim.libero import egl
+from vla_rl.sim.libero.mesh_lists import RUN, MeshLists
 from vla_rl.sim.libero.scene import Scene
-from vla_rl.sim.libero.visibility import Boxes, Camera, Mirror, boxes_of
+from vla_rl.sim.libero.visibility import Boxes, Camera, Mirror, boxes_of, covered, touching
 
 CAMERAS = {VIEW_AGENT: "agentview", VIEW_WRIST: "robot0_eye_in_hand"}
 """View -> camera of the model."""
@@ -43,7 +44,7 @@ class _Drawn:
     geom_poses: np.ndarray
     """float32[ngeom, 12], the precision in which MuJoCo draws."""
     others: np.ndarray
-    """float32: planes, sites, cameras and lights, whose change redraws everything."""
+    """float32: planes, visible sites, camera and lights, whose change redraws everything."""
     rectangles: np.ndarray
     """Main projections of the boxes."""
     reflections: np.ndarray
@@ -73,15 +74,18 @@ class Renderer:
         self.camera_ids = {view: model.camera(name).id for view, name in CAMERAS.items()}
         self.context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
         self.viewport = mujoco.MjrRect(0, 0, resolution, resolution)
-        self.faces = np.where(model.geom_type == MESH, model.mesh_facenum[np.maximum(model.geom_dataid, 0)], 0)
         self.boxes = self._visible_boxes()
+        self.mesh_boxes = {geom: self.boxes.geom_N == geom for geom in set(self.boxes.geom_N.tolist()) if model.geom_type[geom] == MESH}
+        self.lists = MeshLists(model, self.context, {int(model.geom_dataid[geom]) for geom in self.mesh_boxes})
         self.drawn: dict[str, _Drawn] = {}
+        self._corners: np.ndarray | None = None
         self._pairs = [(getattr(self.snapshot_data, name), getattr(scene.data, name)) for name in POSES]
 
     def snapshot(self) -> None:
         """Keep the poses of this moment for later pictures."""
         for kept, current in self._pairs:
             kept[:] = current
+        self._corners = None
 
     def draw(self, view: str) -> np.ndarray:
         """uint8[H, W, 3]: the view at the last snapshot, RGB, rows bottom-up as OpenGL returns them."""
@@ -90,7 +94,9 @@ class Renderer:
         self._update(view)
         camera = Camera.of_scene(self.abstract, self.resolution)
         mirror = self._mirror(camera)
-        corners = self.boxes.placed(self.snapshot_data.geom_xpos, self.snapshot_data.geom_xmat)
+        if self._corners is None:
+            self._corners = self.boxes.placed(self.snapshot_data.geom_xpos, self.snapshot_data.geom_xmat)
+        corners = self._corners
         reflections = np.zeros((len(corners), 4), np.int64) if mirror is None else camera.rectangles(mirror.mirrored(corners))
         drawn = _Drawn(
             np.zeros((self.resolution, self.resolution, 3), np.uint8),
@@ -110,10 +116,12 @@ class Renderer:
     def draw_plain(self, view: str) -> np.ndarray:
         """uint8[H, W, 3]: as `draw`, with every geom and nothing reused; what `draw` must equal."""
         self._update(view)
-        return self._render(self.reflections, None)
+        self.lists.show_all()
+        return self._render(self.reflections)
 
     def close(self) -> None:
         """Free the GPU's (or llvmpipe's) copy of meshes and textures."""
+        self.lists.close()
         self.context.free()
 
     def _update(self, view: str) -> None:
@@ -126,23 +134,32 @@ class Renderer:
     def _redraw(self, view: str, drawn: _Drawn, stale: np.ndarray, face: np.ndarray) -> None:
         """Replace the stale pixels: those outside the reflective face without, those inside with the reflection pass."""
         plain, mirrored = stale & ~face, stale & face
-        plain_geoms = self._touching(drawn.rectangles, plain)
-        mirrored_geoms = self._touching(drawn.rectangles, mirrored) | self._touching(drawn.reflections, mirrored)
-        apart = self._cost(plain_geoms) + 2 * self._cost(mirrored_geoms)
-        together = 2 * self._cost(plain_geoms | mirrored_geoms)
+        plain_boxes = touching(drawn.rectangles, plain)
+        mirrored_boxes = touching(drawn.rectangles, mirrored) | touching(drawn.reflections, mirrored)
+        apart = self._cost(plain_boxes) + 2 * self._cost(mirrored_boxes)
+        together = 2 * self._cost(plain_boxes | mirrored_boxes)
         if mirrored.any() and together < apart:
-            plain, mirrored, mirrored_geoms = np.zeros_like(plain), stale, plain_geoms | mirrored_geoms
-        for pixels, geoms, reflect in ((plain, plain_geoms, False), (mirrored, mirrored_geoms, True)):
+            plain, mirrored, mirrored_boxes = np.zeros_like(plain), stale, plain_boxes | mirrored_boxes
+        for pixels, boxes, reflect in ((plain, plain_boxes, False), (mirrored, mirrored_boxes, True)):
             if pixels.any():
                 self._update(view)
-                drawn.picture[pixels] = self._render(reflect, geoms)[pixels]
+                self._show_only(boxes)
+                drawn.picture[pixels] = self._render(reflect)[pixels]
 
-    def _render(self, reflect: bool, geoms: set[int] | None) -> np.ndarray:
-        if geoms is not None:
-            for index in range(self.abstract.ngeom):
-                geom = self.abstract.geoms[index]
-                if geom.type == MESH and geom.objtype == GEOM and geom.objid not in geoms:
-                    geom.type = HIDDEN
+    def _show_only(self, wanted_N: np.ndarray) -> None:
+        """Leave out the runs of meshes that are not wanted (bool[N], by box), and meshes of which nothing is."""
+        shown: dict[int, np.ndarray] = {}
+        for geom, boxes in self.mesh_boxes.items():
+            wanted, mesh = wanted_N[boxes], int(self.scene.model.geom_dataid[geom])
+            shown[mesh] = shown[mesh] | wanted if mesh in shown else wanted
+        for mesh, wanted in shown.items():
+            self.lists.show(mesh, wanted)
+        for index in range(self.abstract.ngeom):
+            geom = self.abstract.geoms[index]
+            if geom.type == MESH and geom.objtype == GEOM and not wanted_N[self.mesh_boxes[geom.objid]].any():
+                geom.type = HIDDEN
+
+    def _render(self, reflect: bool) -> np.ndarray:
         self.abstract.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = reflect
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self.context)
         mujoco.mjr_render(self.viewport, self.abstract, self.context)
@@ -155,38 +172,32 @@ class Renderer:
         before = self.drawn.get(view)
         if before is None or not np.array_equal(before.others, drawn.others):
             return np.ones_like(face)
-        moved = (before.geom_poses != drawn.geom_poses).any(1)
-        stale, reflected = np.zeros_like(face), np.zeros_like(face)
-        for box in np.flatnonzero(moved[self.boxes.geom_N]):
-            for version in (before, drawn):
-                _fill(stale, version.rectangles[box])
-                _fill(reflected, version.reflections[box])
+        moved = (before.geom_poses != drawn.geom_poses).any(1)[self.boxes.geom_N]
+        stale = covered(np.concatenate([before.rectangles[moved], drawn.rectangles[moved]]), self.resolution)
+        reflected = covered(np.concatenate([before.reflections[moved], drawn.reflections[moved]]), self.resolution)
         return stale | (reflected & face)
 
-    def _touching(self, rectangles: np.ndarray, pixels: np.ndarray) -> set[int]:
-        """Geoms whose boxes touch any of the pixels."""
-        if not pixels.any():
-            return set()
-        touching = [pixels[y0:y1, x0:x1].any() for x0, x1, y0, y1 in rectangles.tolist()]
-        return set(self.boxes.geom_N[np.array(touching)].tolist())
-
-    def _cost(self, geoms: set[int]) -> int:
-        return PASS_COST + int(self.faces[list(geoms)].sum()) if geoms else 0
+    def _cost(self, wanted_N: np.ndarray) -> int:
+        """Of drawing the wanted boxes once, in faces."""
+        return PASS_COST + RUN * int(wanted_N.sum()) if wanted_N.any() else 0
 
     def _others(self, view: str) -> np.ndarray:
         data, camera = self.snapshot_data, self.camera_ids[view]
         planes = self.scene.model.geom_type == PLANE
+        colours = self.scene.model.site_rgba
+        sites = colours[:, 3] > 0  # others are not drawn
         parts = (
             data.geom_xpos[planes],
             data.geom_xmat[planes],
-            data.site_xpos,
-            data.site_xmat,
+            colours[sites],
+            data.site_xpos[sites],
+            data.site_xmat[sites],
             data.cam_xpos[camera],
             data.cam_xmat[camera],
             data.light_xpos,
             data.light_xdir,
         )
-        return np.concatenate([*(part.ravel() for part in parts), self.scene.model.site_rgba.ravel()]).astype(np.float32)
+        return np.concatenate([part.ravel() for part in parts]).astype(np.float32)
 
     def _mirror(self, camera: Camera) -> Mirror | None:
         """The face MuJoCo reflects in: the first opaque box or plane with reflectance (a plane seen from behind is transparent)."""

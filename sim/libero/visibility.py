@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import mujoco
 import numpy as np
 
+from vla_rl.sim.libero.mesh_lists import run_bounds
+
 PADDING = 1.5
 """Pixels by which projections are grown: one for partly covered pixels, the rest for float32 rounding on the GPU."""
-FACES_PER_BOX = 2000
-"""Meshes are described by enough boxes that each holds about this many faces, at most `MAX_BOXES`."""
-MAX_BOXES = 16
 
 
 @dataclass(frozen=True)
@@ -82,41 +81,43 @@ class Boxes:
     def placed(self, positions: np.ndarray, rotations: np.ndarray) -> np.ndarray:
         """float64[N, 8, 3]: corners in the world, for geoms at `geom_xpos` and `geom_xmat`."""
         matrices_N33 = rotations.reshape(-1, 3, 3)[self.geom_N]
-        return np.einsum("nij,nkj->nki", matrices_N33, self.corners_N83) + positions[self.geom_N][:, None]
+        return self.corners_N83 @ matrices_N33.transpose(0, 2, 1) + positions[self.geom_N][:, None]
 
 
 def boxes_of(model: mujoco.MjModel, geoms: list[int]) -> Boxes:
-    """Boxes around the given geoms: several per large mesh, one for other shapes."""
-    owners, corners = [], []
+    """Boxes around the given geoms: one per run of a mesh, one for any other shape; a geom's boxes are neighbours, in order."""
+    owners: list[np.ndarray] = [np.zeros(0, np.int64)]
+    corners: list[np.ndarray] = [np.zeros((0, 8, 3))]
     for geom in geoms:
-        bounds = _mesh_bounds(model, geom) if model.geom_type[geom] == mujoco.mjtGeom.mjGEOM_MESH else [_shape_bounds(model, geom)]
-        for low, high in bounds:
-            owners.append(geom)
-            corners.append(np.stack(np.meshgrid(*np.stack([low, high], 1), indexing="ij"), -1).reshape(8, 3))
-    return Boxes(np.array(owners, np.int64), np.array(corners).reshape(-1, 8, 3))
+        low, high = _bounds(model, geom)
+        choice = np.stack(np.meshgrid([0, 1], [0, 1], [0, 1], indexing="ij"), -1).reshape(8, 3).astype(bool)
+        corners.append(np.where(choice, high[:, None], low[:, None]))
+        owners.append(np.full(len(low), geom, np.int64))
+    return Boxes(np.concatenate(owners), np.concatenate(corners))
 
 
-def _shape_bounds(model: mujoco.MjModel, geom: int) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(model: mujoco.MjModel, geom: int) -> tuple[np.ndarray, np.ndarray]:
+    if model.geom_type[geom] == mujoco.mjtGeom.mjGEOM_MESH:
+        return run_bounds(model, int(model.geom_dataid[geom]))
     center, half = model.geom_aabb[geom, :3], model.geom_aabb[geom, 3:]
-    return center - half, center + half
+    return (center - half)[None], (center + half)[None]
 
 
-def _mesh_bounds(model: mujoco.MjModel, geom: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    mesh = model.geom_dataid[geom]
-    faces = model.mesh_face[model.mesh_faceadr[mesh] :][: model.mesh_facenum[mesh]]
-    triangles_F33 = model.mesh_vert[model.mesh_vertadr[mesh] :][faces].astype(np.float64)
-    groups = [triangles_F33]
-    while len(groups) < MAX_BOXES and len(groups) * FACES_PER_BOX < len(faces):
-        groups = [half for group in groups for half in _halves(group) if len(half)]
-    return [(group.min((0, 1)), group.max((0, 1))) for group in groups]
+def covered(rectangles_N4: np.ndarray, resolution: int) -> np.ndarray:
+    """bool[H, W]: pixels in any of the rectangles."""
+    steps = np.zeros((resolution + 1, resolution + 1), np.int64)
+    x0, x1, y0, y1 = rectangles_N4.T
+    for rows, columns, sign in ((y0, x0, 1), (y1, x1, 1), (y0, x1, -1), (y1, x0, -1)):
+        np.add.at(steps, (rows, columns), sign)
+    return steps.cumsum(0).cumsum(1)[:-1, :-1] > 0
 
 
-def _halves(triangles_F33: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split triangles at the median of their centres along the longest axis."""
-    centers = triangles_F33.mean(1)
-    axis = int(np.argmax(np.ptp(centers, axis=0)))
-    upper = centers[:, axis] > np.median(centers[:, axis])
-    return triangles_F33[~upper], triangles_F33[upper]
+def touching(rectangles_N4: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """bool[N]: rectangles that hold any of the pixels (bool[H, W])."""
+    counts = np.zeros((len(pixels) + 1, len(pixels) + 1), np.int64)
+    counts[1:, 1:] = pixels.cumsum(0).cumsum(1)
+    x0, x1, y0, y1 = rectangles_N4.T
+    return counts[y1, x1] - counts[y0, x1] - counts[y1, x0] + counts[y0, x0] > 0
 
 
 @dataclass(frozen=True)
