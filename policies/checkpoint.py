@@ -88,7 +88,7 @@ def load_weights(policy: Pi0Policy, path: str | Path) -> None:
     tensors = load_file(path)
     dtypes = {name: tensor.dtype for name, tensor in policy.state_dict().items()}
     weights = {own: tensors[name].to(dtypes[own]) for name, own in own_names.items()}
-    policy.load_state_dict(weights, assign=True)
+    policy.load_state_dict(weights, assign=policy.device.type == "meta")
 
 
 @contextmanager
