@@ -1,6 +1,6 @@
 """The command line: one command is one phase, and nothing else happens here.
 
-vla-rl doctor | collect | sft | eval | compare | report | bench | run
+vla-rl doctor | collect | sft | rl | eval | compare | report | bench | run
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ USAGE = """usage: vla-rl COMMAND ...
   doctor [--json]                  what this machine can do, and what is missing
   collect RECIPE [--key value]     scripted demonstrations into an HDF5 dataset
   sft RECIPE [--key value]         supervised fine-tuning
+  rl RECIPE [--key value]          reinforcement learning of a saved policy
   eval RECIPE [--key value]        LIBERO evaluation
   compare RUN_A RUN_B              paired statistics of two evaluations
   run RECIPE [--key value]         a pipeline: collect, SFT, evaluation ... in order, each resumable
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 RECIPES = {
     "collect": ("vla_rl.collection.collect", "CollectConfig", "run_collect"),
     "sft": ("vla_rl.phases.sft", "SftConfig", "run_sft"),
+    "rl": ("vla_rl.phases.rl", "RlConfig", "run_rl"),
     "eval": ("vla_rl.eval.runner", "EvalConfig", "run_eval"),
     "run": ("vla_rl.phases.pipeline", "PipelineConfig", "run_pipeline"),
 }

@@ -55,6 +55,8 @@ class PolicyActor:
         self.weights_version = weights_version
         self.forwards = 0
         """Batches answered so far; together with the number of chunks they tell how full they were."""
+        self.busy_s = 0.0
+        """Seconds spent on them."""
         self.needs = ActorNeeds(
             name=name,
             views=spec.views,
@@ -135,8 +137,9 @@ class PolicyActor:
             batch = self.policy.preprocess([row.observation for row in rows]).to(self._device)
             output = self.policy.act(batch, [row.seed for row in rows], self._exploration)
             actions_BCA = self.policy.postprocess(output.actions_BCA)
-        self.forwards += 1
         elapsed = time.perf_counter() - started
+        self.forwards += 1
+        self.busy_s += elapsed
         horizon = self.policy.spec.executed_horizon
         return [
             ActionChunk(

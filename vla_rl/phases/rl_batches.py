@@ -1,0 +1,174 @@
+"""From episodes to training rows: one row per chunk, with what was recorded, what may be credited to the policy, and its advantage.
+
+Shape legend: B rows (chunks of all episodes, in spec order);  C actions per chunk;  K recorded denoise steps;  T chunks of an episode;
+              E executed actions of a chunk;  N episodes;  A action dimensions of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vla_rl.algorithms.advantages import Moments, chunk_gae, chunk_reward, group_advantages, normalize
+from vla_rl.algorithms.config import AlgorithmConfig
+from vla_rl.algorithms.health import explained_variance
+from vla_rl.algorithms.masks import action_mask_of
+from vla_rl.algorithms.rewards import episode_rewards
+from vla_rl.episode import ChunkStep, Episode, EpisodeSpec, FlowRecord, Observation
+from vla_rl.policies.base import TransitionBatch
+
+
+class StaleRollout(RuntimeError):
+    """Data older than `max_staleness` reached the trainer: the pacing is broken."""
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The chunks of a step's episodes, in spec order."""
+
+    observations: list[Observation]
+    """B observations, each before its chunk."""
+    record: TransitionBatch
+    """What was sampled."""
+    mask_BC: Tensor
+    """bool[B, C]: executed, and not by a person; all False for episodes that count nothing."""
+    behaviour_BC: Tensor
+    """float32[B, C]: log-probabilities as recorded by who acted."""
+    value_B: Tensor
+    """float32[B]: the critic's estimate at the rollout; zeros without a critic."""
+    episode_B: Tensor
+    """int64[B]: number of each row's episode."""
+    version_B: Tensor
+    """int64[B]: version of the weights that acted."""
+
+    def __len__(self) -> int:
+        return len(self.observations)
+
+
+def training_rows(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_length: int) -> TrainingRows:
+    """One row per chunk of `episodes`, then of `masked`, whose masks are all False. Raises ValueError for a chunk without a record."""
+    every = [*episodes, *masked]
+    steps = [step for episode in every for step in episode.steps]
+    records = [_record_of(step, chunk_length) for step in steps]
+    numbers = [number for number, episode in enumerate(every) for _ in episode.steps]
+    mask_BC = action_mask_of(steps, chunk_length)
+    mask_BC[torch.tensor(numbers, dtype=torch.int64) >= len(episodes)] = False
+    return TrainingRows(
+        observations=[step.observation for step in steps],
+        record=TransitionBatch(
+            torch.stack([torch.from_numpy(record.x_t) for record in records]),
+            torch.stack([torch.from_numpy(record.x_next) for record in records]),
+            torch.stack([torch.from_numpy(record.denoise_index) for record in records]),
+        ),
+        mask_BC=mask_BC,
+        behaviour_BC=torch.stack([torch.from_numpy(record.log_prob_C) for record in records]),
+        value_B=torch.tensor([step.proposed.value or 0.0 for step in steps], dtype=torch.float32),
+        episode_B=torch.tensor(numbers, dtype=torch.int64),
+        version_B=torch.tensor([step.proposed.weights_version for step in steps], dtype=torch.int64),
+    )
+
+
+def _record_of(step: ChunkStep, chunk_length: int) -> FlowRecord:
+    record = step.proposed.record
+    if record is None or record.log_prob_C.shape != (chunk_length,):
+        found = None if record is None else list(record.log_prob_C.shape)
+        raise ValueError(f"a chunk has log-probabilities of shape {found}, wanted [{chunk_length}]; learners need a policy that explores")
+    return record
+
+
+def staleness(rows: TrainingRows, trainer_version: int, most: int) -> Tensor:
+    """int64[B]: how many versions older than the trainer's each row's weights are. Raises StaleRollout beyond `most`, or below 0."""
+    age_B = trainer_version - rows.version_B
+    if len(age_B) and not 0 <= int(age_B.min()) <= int(age_B.max()) <= most:
+        raise StaleRollout(
+            f"rows of weights version {int(rows.version_B.min())} to {int(rows.version_B.max())} reached the trainer at version "
+            f"{trainer_version}; algorithm.max_staleness allows {most}"
+        )
+    return age_B
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What the update wants of each row."""
+
+    advantage_B: Tensor
+    """float32[B], normalised where the algorithm says so."""
+    return_B: Tensor
+    """float32[B]: the critic's target; zeros without a critic."""
+    explained_variance: float
+    """Of the returns by the rollout's values; not a number without a critic."""
+    mean_return: float
+    """Mean over episodes of the sum of rewards."""
+
+
+def advantages(
+    episodes: Sequence[Episode],
+    rows: TrainingRows,
+    final_values: Mapping[str, float],
+    penalty_B: Tensor | None,
+    algorithm: AlgorithmConfig,
+) -> Advantages:
+    """Advantages and returns of `rows`, which are those of `episodes` in order.
+
+    `final_values` holds the critic's value of the final observation by `EpisodeSpec.key`, for episodes that were truncated;
+    `penalty_B` float32[B] is subtracted from each chunk's reward (KL to the reference, where it belongs into the reward).
+    """
+    rewards = [_chunk_rewards(episode, algorithm) for episode in episodes]
+    if penalty_B is not None:
+        parts = penalty_B.double().split([len(episode.steps) for episode in episodes])
+        rewards = [reward_T - part for reward_T, part in zip(rewards, parts, strict=True)]
+    if algorithm.group is None:
+        advantage_B, return_B = _gae(episodes, rewards, rows.value_B, final_values, algorithm)
+    else:
+        advantage_B, return_B = _group(episodes, rewards, algorithm), torch.zeros(len(rows), dtype=torch.float64)
+    counts_B = rows.mask_BC.any(1)
+    explained = float("nan")
+    if algorithm.critic is not None:
+        explained = explained_variance(Moments.of(return_B - rows.value_B.double(), counts_B), Moments.of(return_B, counts_B))
+    if algorithm.normalize_advantages:
+        advantage_B = normalize(advantage_B, Moments.of(advantage_B, counts_B))
+    mean_return = sum(float(reward_T.sum()) for reward_T in rewards) / max(len(rewards), 1)
+    return Advantages(advantage_B.float(), return_B.float(), explained, mean_return)
+
+
+def _chunk_rewards(episode: Episode, algorithm: AlgorithmConfig) -> Tensor:
+    """float64[T]: reward of each chunk, discounted inside it only where GAE discounts by control step."""
+    parts = episode_rewards(episode, algorithm.reward)
+    if algorithm.group is not None:
+        return torch.tensor([float(part.sum()) for part in parts], dtype=torch.float64)
+    return torch.tensor([chunk_reward(part.tolist(), algorithm.gae) for part in parts], dtype=torch.float64)
+
+
+def _gae(
+    episodes: Sequence[Episode],
+    rewards: Sequence[Tensor],
+    value_B: Tensor,
+    final_values: Mapping[str, float],
+    algorithm: AlgorithmConfig,
+) -> tuple[Tensor, Tensor]:
+    values = value_B.double().split([len(episode.steps) for episode in episodes])
+    results: list[tuple[Tensor, Tensor]] = []
+    for episode, reward_T, value_T in zip(episodes, rewards, values, strict=True):
+        last = 0.0 if episode.success else final_values[episode.spec.key]
+        value_T1 = torch.cat((value_T, torch.tensor([last], dtype=torch.float64)))
+        executed_T = torch.tensor([len(step.executed_EA) for step in episode.steps], dtype=torch.int64)
+        results.append(chunk_gae(reward_T, executed_T, value_T1, episode.success, algorithm.gae))
+    return torch.cat([advantage for advantage, _ in results]), torch.cat([target for _, target in results])
+
+
+def _group(episodes: Sequence[Episode], rewards: Sequence[Tensor], algorithm: AlgorithmConfig) -> Tensor:
+    """float64[B]: each episode's advantage over its group, the same for all of its chunks."""
+    assert algorithm.group is not None and algorithm.advantage != "gae", "AlgorithmConfig checks it"
+    score_N = torch.stack([reward_T.sum() for reward_T in rewards])
+    scenes = [_scene(episode.spec) for episode in episodes]
+    group_N = torch.tensor([scenes.index(scene) for scene in scenes], dtype=torch.int64)
+    advantage_N = group_advantages(score_N, group_N, algorithm.advantage, algorithm.group.scale)
+    return advantage_N.repeat_interleave(torch.tensor([len(episode.steps) for episode in episodes]))
+
+
+def _scene(spec: EpisodeSpec) -> tuple[str, int, str]:
+    """What the members of a group share."""
+    return spec.suite, spec.task, spec.init
