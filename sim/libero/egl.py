@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
+import warnings
 from functools import cache
 from typing import Any
 
@@ -62,7 +64,7 @@ def configure(worker: int = 0) -> None:
     if backend != "egl":
         return
     requested = os.environ.pop("MUJOCO_EGL_DEVICE_ID", None)
-    import robosuite  # pyright: ignore[reportMissingImports]  # noqa: F401  asserts on MUJOCO_EGL_DEVICE_ID, so it is imported without it
+    _import_robosuite_quietly()
     from mujoco.egl import egl_ext
 
     device = egl_device(os.environ.get("CUDA_VISIBLE_DEVICES"), requested, len(egl_ext.eglQueryDevicesEXT()), worker)
@@ -70,6 +72,17 @@ def configure(worker: int = 0) -> None:
 
 
 @cache
+def _import_robosuite_quietly() -> None:
+    """robosuite asserts on MUJOCO_EGL_DEVICE_ID at import, so it is imported while that is unset.
+
+    Its advice about a private macro file, and Python's about its escape sequences, mean nothing to our users.
+    """
+    logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import robosuite  # pyright: ignore[reportMissingImports]  # noqa: F401
+
+
 def context() -> Any:
     """The process's one GL context, current in the calling thread. Raises RenderingError with a remedy if there is none."""
     import mujoco
