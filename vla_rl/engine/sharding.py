@@ -55,7 +55,7 @@ def shard(policy: nn.Module, config: EngineConfig, world: World) -> FSDPModule:
     fully_shard(policy, **arguments)
     assert isinstance(policy, FSDPModule)
     for module in policy.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and world.size > 1:
             module.set_gradient_divide_factor(1.0)  # the engine's divisor is global already
             module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging or scaled sums
     for name in ENTRY_POINTS:
