@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -77,10 +78,5 @@ def _wandb(run: RunDirectory, project: str, recipe: Any) -> Any:
         raise ConfigError(
             f"loggers.wandb_project is {project!r} and wandb is not installed; pip install 'vla-rl[loggers]' or leave it empty"
         ) from error
-    return wandb.init(project=project, name=run.path.name, dir=str(run.path), config=to_plain(recipe), mode=_wandb_mode())
-
-
-def _wandb_mode() -> Any:
-    import os
-
-    return os.environ.get("WANDB_MODE", "offline")
+    mode: Any = os.environ.get("WANDB_MODE", "offline")
+    return wandb.init(project=project, name=run.path.name, dir=str(run.path), config=to_plain(recipe), mode=mode)
