@@ -83,6 +83,7 @@ def _import_robosuite_quietly() -> None:
         import robosuite  # pyright: ignore[reportMissingImports]  # noqa: F401
 
 
+@cache
 def context() -> Any:
     """The process's one GL context, current in the calling thread. Raises RenderingError with a remedy if there is none."""
     import mujoco

@@ -44,11 +44,13 @@ class _Drawn:
     geom_poses: np.ndarray
     """float32[ngeom, 12], the precision in which MuJoCo draws."""
     others: np.ndarray
-    """float32: planes, visible sites, camera and lights, whose change redraws everything."""
+    """float32: planes, visible sites, camera, lights and the reflective face, whose change redraws everything."""
     rectangles: np.ndarray
     """Main projections of the boxes."""
     reflections: np.ndarray
     """Mirrored projections of the boxes."""
+    moved: np.ndarray
+    """bool[N]: boxes whose geom moved since the picture before."""
 
 
 class Renderer:
@@ -74,18 +76,18 @@ class Renderer:
         self.camera_ids = {view: model.camera(name).id for view, name in CAMERAS.items()}
         self.context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
         self.viewport = mujoco.MjrRect(0, 0, resolution, resolution)
-        self.boxes = self._visible_boxes()
+        shown = np.flatnonzero((self.options.geomgroup[model.geom_group] == 1) & (model.geom_type != PLANE)).tolist()
+        self.boxes = boxes_of(model, shown)
+        self.whole = self.boxes.merged()
         self.mesh_boxes = {geom: self.boxes.geom_N == geom for geom in set(self.boxes.geom_N.tolist()) if model.geom_type[geom] == MESH}
         self.lists = MeshLists(model, self.context, {int(model.geom_dataid[geom]) for geom in self.mesh_boxes})
         self.drawn: dict[str, _Drawn] = {}
-        self._corners: np.ndarray | None = None
         self._pairs = [(getattr(self.snapshot_data, name), getattr(scene.data, name)) for name in POSES]
 
     def snapshot(self) -> None:
         """Keep the poses of this moment for later pictures."""
         for kept, current in self._pairs:
             kept[:] = current
-        self._corners = None
 
     def draw(self, view: str) -> np.ndarray:
         """uint8[H, W, 3]: the view at the last snapshot, RGB, rows bottom-up as OpenGL returns them."""
@@ -94,22 +96,13 @@ class Renderer:
         self._update(view)
         camera = Camera.of_scene(self.abstract, self.resolution)
         mirror = self._mirror(camera)
-        if self._corners is None:
-            self._corners = self.boxes.placed(self.snapshot_data.geom_xpos, self.snapshot_data.geom_xmat)
-        corners = self._corners
-        reflections = np.zeros((len(corners), 4), np.int64) if mirror is None else camera.rectangles(mirror.mirrored(corners))
-        drawn = _Drawn(
-            np.zeros((self.resolution, self.resolution, 3), np.uint8),
-            np.concatenate([self.snapshot_data.geom_xpos, self.snapshot_data.geom_xmat], 1).astype(np.float32),
-            self._others(view),
-            camera.rectangles(corners),
-            reflections,
-        )
         face = np.zeros((self.resolution, self.resolution), bool) if mirror is None else mirror.region(camera)
-        stale = self._stale_pixels(view, drawn, face)
-        if view in self.drawn:
-            drawn.picture[:] = self.drawn[view].picture
-        self._redraw(view, drawn, stale, face)
+        others = self._others(view, mirror)
+        before = self.drawn.get(view)
+        if before is not None and not np.array_equal(before.others, others):
+            before = None
+        drawn = self._project(camera, mirror, face, others, before)
+        self._redraw(view, drawn, self._stale_pixels(before, drawn, face), face)
         self.drawn[view] = drawn
         return drawn.picture.copy()
 
@@ -167,12 +160,43 @@ class Renderer:
         mujoco.mjr_readPixels(picture, None, self.viewport, self.context)
         return picture
 
-    def _stale_pixels(self, view: str, drawn: _Drawn, face: np.ndarray) -> np.ndarray:
-        """bool[H, W]: pixels that may differ from the last picture of this view."""
-        before = self.drawn.get(view)
-        if before is None or not np.array_equal(before.others, drawn.others):
+    def _project(self, camera: Camera, mirror: Mirror | None, face: np.ndarray, others: np.ndarray, before: _Drawn | None) -> _Drawn:
+        """A picture to be drawn: what geoms cover, computed for those that moved since the picture `before`."""
+        data, resolution = self.snapshot_data, self.resolution
+        poses = np.concatenate([data.geom_xpos, data.geom_xmat], 1).astype(np.float32)
+        if before is None:
+            moved = np.ones(len(poses), bool)
+            picture = np.zeros((resolution, resolution, 3), np.uint8)
+            rectangles, reflections = np.zeros((2, len(self.boxes.geom_N), 4), np.int64)
+        else:
+            moved = (before.geom_poses != poses).any(1)
+            picture, rectangles, reflections = before.picture.copy(), before.rectangles.copy(), before.reflections.copy()
+        self._update_rectangles(rectangles, camera, None, np.ones_like(face), moved)
+        if face.any():
+            self._update_rectangles(reflections, camera, mirror, face, moved)
+        return _Drawn(picture, poses, others, rectangles, reflections, moved[self.boxes.geom_N])
+
+    def _update_rectangles(
+        self, rectangles: np.ndarray, camera: Camera, mirror: Mirror | None, pixels: np.ndarray, moved: np.ndarray
+    ) -> None:
+        """Project the boxes of moved geoms, in place; boxes of geoms that as a whole touch none of the pixels are left empty."""
+        positions, rotations = self.snapshot_data.geom_xpos, self.snapshot_data.geom_xmat
+
+        def project(boxes: Boxes) -> np.ndarray:
+            corners = boxes.placed(positions, rotations)
+            return camera.rectangles(corners if mirror is None else mirror.mirrored(corners))
+
+        near = np.zeros(len(moved), bool)
+        near[self.whole.geom_N] = touching(project(self.whole), pixels)
+        rectangles[moved[self.boxes.geom_N]] = 0
+        chosen = (moved & near)[self.boxes.geom_N]
+        rectangles[chosen] = project(self.boxes.subset(chosen))
+
+    def _stale_pixels(self, before: _Drawn | None, drawn: _Drawn, face: np.ndarray) -> np.ndarray:
+        """bool[H, W]: pixels that may differ from the picture before."""
+        if before is None:
             return np.ones_like(face)
-        moved = (before.geom_poses != drawn.geom_poses).any(1)[self.boxes.geom_N]
+        moved = drawn.moved
         stale = covered(np.concatenate([before.rectangles[moved], drawn.rectangles[moved]]), self.resolution)
         reflected = covered(np.concatenate([before.reflections[moved], drawn.reflections[moved]]), self.resolution)
         return stale | (reflected & face)
@@ -181,7 +205,7 @@ class Renderer:
         """Of drawing the wanted boxes once, in faces."""
         return PASS_COST + RUN * int(wanted_N.sum()) if wanted_N.any() else 0
 
-    def _others(self, view: str) -> np.ndarray:
+    def _others(self, view: str, mirror: Mirror | None) -> np.ndarray:
         data, camera = self.snapshot_data, self.camera_ids[view]
         planes = self.scene.model.geom_type == PLANE
         colours = self.scene.model.site_rgba
@@ -196,6 +220,7 @@ class Renderer:
             data.cam_xmat[camera],
             data.light_xpos,
             data.light_xdir,
+            *(() if mirror is None else (mirror.center, mirror.normal)),
         )
         return np.concatenate([part.ravel() for part in parts]).astype(np.float32)
 
@@ -210,16 +235,6 @@ class Renderer:
                 if geom.type == BOX or not mirror.is_behind(camera):
                     return mirror
         return None
-
-    def _visible_boxes(self) -> Boxes:
-        model = self.scene.model
-        shown = (self.options.geomgroup[model.geom_group] == 1) & (model.geom_type != PLANE)
-        return boxes_of(model, np.flatnonzero(shown).tolist())
-
-
-def _fill(mask: np.ndarray, rectangle: np.ndarray) -> None:
-    x0, x1, y0, y1 = rectangle
-    mask[y0:y1, x0:x1] = True
 
 
 def oriented(picture: np.ndarray, orientation: Orientation) -> np.ndarray:

@@ -83,6 +83,23 @@ class Boxes:
         matrices_N33 = rotations.reshape(-1, 3, 3)[self.geom_N]
         return self.corners_N83 @ matrices_N33.transpose(0, 2, 1) + positions[self.geom_N][:, None]
 
+    def subset(self, chosen_N: np.ndarray) -> Boxes:
+        """The chosen boxes (bool[N])."""
+        return Boxes(self.geom_N[chosen_N], self.corners_N83[chosen_N])
+
+    def merged(self) -> Boxes:
+        """One box per geom, around all of its boxes."""
+        geoms, starts = np.unique(self.geom_N, return_index=True)
+        low = np.minimum.reduceat(self.corners_N83.min(1), starts)
+        high = np.maximum.reduceat(self.corners_N83.max(1), starts)
+        return Boxes(geoms, box_corners(low, high))
+
+
+def box_corners(low_N3: np.ndarray, high_N3: np.ndarray) -> np.ndarray:
+    """float64[N, 8, 3]: corners of boxes from their lowest and highest points."""
+    choice = np.stack(np.meshgrid([0, 1], [0, 1], [0, 1], indexing="ij"), -1).reshape(8, 3).astype(bool)
+    return np.where(choice, high_N3[:, None], low_N3[:, None])
+
 
 def boxes_of(model: mujoco.MjModel, geoms: list[int]) -> Boxes:
     """Boxes around the given geoms: one per run of a mesh, one for any other shape; a geom's boxes are neighbours, in order."""
@@ -90,8 +107,7 @@ def boxes_of(model: mujoco.MjModel, geoms: list[int]) -> Boxes:
     corners: list[np.ndarray] = [np.zeros((0, 8, 3))]
     for geom in geoms:
         low, high = _bounds(model, geom)
-        choice = np.stack(np.meshgrid([0, 1], [0, 1], [0, 1], indexing="ij"), -1).reshape(8, 3).astype(bool)
-        corners.append(np.where(choice, high[:, None], low[:, None]))
+        corners.append(box_corners(low, high))
         owners.append(np.full(len(low), geom, np.int64))
     return Boxes(np.concatenate(owners), np.concatenate(corners))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vla_rl.sim.libero.egl import RenderingError, egl_device, is_software
+from vla_rl.sim.libero.egl import RenderingError, context, egl_device, is_software
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,8 @@ def test_impossible_requests_say_what_to_do(cuda_visible: str | None, requested:
 def test_software_is_recognised() -> None:
     assert is_software("llvmpipe (LLVM 15.0.6, 256 bits)")
     assert not is_software("NVIDIA H200/PCIe/SSE2")
+
+
+def test_a_process_has_one_context() -> None:
+    """Lists and textures live in the context that made them: a second one would draw garbage."""
+    assert context() is context()

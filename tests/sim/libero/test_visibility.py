@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vla_rl.sim.libero.visibility import Camera, Mirror
+from vla_rl.sim.libero.visibility import Boxes, Camera, Mirror, box_corners, covered, touching
 
 RESOLUTION = 64
 FIELD = np.tan(np.radians(22.5))
@@ -73,3 +73,28 @@ def test_mirror_reflects_what_is_above_it() -> None:
     assert mirror.is_behind(looking_from(np.zeros(3), np.array([1.0, 0, 0])))
     assert not mirror.region(looking_from(np.array([0, 0, -3.0]), np.array([0, 0, 1.0]))).any()
     assert mirror.region(looking_from(np.array([0, 0, 9.0]), np.array([0, 0.01, -1.0]))).any()
+
+
+ranges = st.tuples(st.integers(0, RESOLUTION), st.integers(0, RESOLUTION)).map(sorted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(ranges, ranges).map(lambda pair: [*pair[0], *pair[1]]), max_size=12), st.integers(0, 2**31))
+def test_masks_equal_slow_loops(rectangles: list[list[int]], seed: int) -> None:
+    pixels = np.random.default_rng(seed).random((RESOLUTION, RESOLUTION)) < 0.002
+    mask, holds = np.zeros_like(pixels), []
+    for x0, x1, y0, y1 in rectangles:
+        mask[y0:y1, x0:x1] = True
+        holds.append(bool(pixels[y0:y1, x0:x1].any()))
+    array = np.array(rectangles, np.int64).reshape(-1, 4)
+    assert np.array_equal(covered(array, RESOLUTION), mask)
+    assert touching(array, pixels).tolist() == holds
+
+
+def test_merged_boxes_hold_their_parts() -> None:
+    low = np.random.default_rng(0).uniform(-1, 0, (5, 3))
+    boxes = Boxes(np.array([2, 2, 7, 9, 9]), box_corners(low, low + 0.5))
+    merged = boxes.merged()
+    assert merged.geom_N.tolist() == [2, 7, 9]
+    assert np.allclose(merged.corners_N83[0].min(0), low[:2].min(0)) and np.allclose(merged.corners_N83[0].max(0), low[:2].max(0) + 0.5)
+    assert np.array_equal(boxes.subset(boxes.geom_N == 9).corners_N83, boxes.corners_N83[3:])
