@@ -20,7 +20,7 @@ from vla_rl.actors import Actor, ActorNeeds
 from vla_rl.conventions import require_equal
 from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome
 from vla_rl.errors import UserError
-from vla_rl.sim.base import ChunkReply, EnvFault, EnvPool, EnvSpec, Look, ResetReply
+from vla_rl.sim.base import ChunkReply, EnvFault, EnvPool, EnvReply, EnvSpec, Look, ResetReply
 from vla_rl.telemetry.spans import SpanTotals
 
 ATTEMPTS = 2
@@ -119,9 +119,10 @@ def run_episodes(pool: EnvPool, actor: Actor, specs: SpecSource, look_for: Calla
 
     for env in range(pool.num_envs):
         begin(env)
+    replies: list[EnvReply] = []
     while running:
-        with totals.timed("actor"):
-            chunks = [(env, chunk) for env, chunk in actor.ready(0.0) if env in running]
+        with totals.timed("actor"):  # a pool that just answered may have more: look again before the actor starts a batch
+            chunks = [] if replies else [(env, chunk) for env, chunk in actor.ready(0.0) if env in running]
         with totals.timed("pool"):
             ended = [_propose(pool, running, env, chunk) for env, chunk in chunks]
             replies = pool.ready(0.0)
