@@ -3,6 +3,9 @@
 MuJoCo keeps one OpenGL display list per mesh and calls it by number. Here each mesh's list is replaced by one that calls
 the wanted runs in their original order: what reaches the screen is the original sequence of triangles, less some that
 touch no wanted pixel. Calling many short lists costs no more than calling one long one.
+
+Meshes without texture coordinates stay as they are and are drawn whole: MuJoCo gives their sharp corners normals that it
+computes in single precision, which could not be repeated here bit for bit with certainty.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ class MeshLists:
     """Replaces the display lists of some meshes of a rendering context, which must be current."""
 
     def __init__(self, model: mujoco.MjModel, context: mujoco.MjrContext, meshes: set[int]) -> None:
-        self.first_list = {mesh: context.baseMesh + 2 * mesh for mesh in meshes}
-        self.runs = {mesh: _compile_runs(model, mesh) for mesh in sorted(meshes)}
+        textured = sorted(mesh for mesh in meshes if model.mesh_texcoordadr[mesh] >= 0)
+        self.whole_list = {mesh: context.baseMesh + 2 * mesh for mesh in textured}
+        self.runs = {mesh: _compile_runs(model, mesh) for mesh in textured}
         self.shown: dict[int, np.ndarray] = {}
         self.show_all()
 
@@ -30,11 +34,11 @@ class MeshLists:
             self.show(mesh, np.ones(len(runs), bool))
 
     def show(self, mesh: int, wanted: np.ndarray) -> None:
-        """Draw only the wanted runs of a mesh (bool[number of runs])."""
-        if mesh in self.shown and np.array_equal(self.shown[mesh], wanted):
+        """Draw only the wanted runs of a mesh (bool[number of runs]); an untextured mesh stays whole."""
+        if mesh not in self.runs or (mesh in self.shown and np.array_equal(self.shown[mesh], wanted)):
             return
         chosen = np.ascontiguousarray(self.runs[mesh][wanted])
-        GL.glNewList(self.first_list[mesh], GL.GL_COMPILE)
+        GL.glNewList(self.whole_list[mesh], GL.GL_COMPILE)
         if len(chosen):
             GL.glCallLists(len(chosen), GL.GL_UNSIGNED_INT, chosen)
         GL.glEndList()
@@ -62,20 +66,18 @@ def _corners(model: mujoco.MjModel, mesh: int) -> np.ndarray:
 
 
 def _compile_runs(model: mujoco.MjModel, mesh: int) -> np.ndarray:
-    """uint32[runs]: new display lists with the vertices, normals and texture coordinates that MuJoCo draws."""
+    """uint32[runs]: new display lists with the vertices, normals and texture coordinates that MuJoCo draws for a textured mesh."""
     first, count = model.mesh_faceadr[mesh], model.mesh_facenum[mesh]
     vertices = _corners(model, mesh)
     normals = np.ascontiguousarray(model.mesh_normal[model.mesh_normaladr[mesh] :][model.mesh_facenormal[first:][:count].ravel()])
-    textured = model.mesh_texcoordadr[mesh] >= 0
-    states = [GL.GL_VERTEX_ARRAY, GL.GL_NORMAL_ARRAY] + [GL.GL_TEXTURE_COORD_ARRAY] * bool(textured)
+    coordinates = model.mesh_texcoord[model.mesh_texcoordadr[mesh] :][model.mesh_facetexcoord[first:][:count].ravel()]
+    coordinates = np.ascontiguousarray(coordinates)
+    states = (GL.GL_VERTEX_ARRAY, GL.GL_NORMAL_ARRAY, GL.GL_TEXTURE_COORD_ARRAY)
     for state in states:
         GL.glEnableClientState(state)
     GL.glVertexPointer(3, GL.GL_FLOAT, 0, vertices)
     GL.glNormalPointer(GL.GL_FLOAT, 0, normals)
-    if textured:
-        coordinates = model.mesh_texcoord[model.mesh_texcoordadr[mesh] :][model.mesh_facetexcoord[first:][:count].ravel()]
-        coordinates = np.ascontiguousarray(coordinates)
-        GL.glTexCoordPointer(2, GL.GL_FLOAT, 0, coordinates)
+    GL.glTexCoordPointer(2, GL.GL_FLOAT, 0, coordinates)
     starts = range(0, len(vertices), 3 * RUN)
     lists = int(GL.glGenLists(len(starts)))  # pyright: ignore[reportArgumentType]
     for number, start in enumerate(starts):
