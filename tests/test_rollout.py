@@ -111,6 +111,16 @@ def test_a_faulty_spec_runs_again_once_and_a_crash_is_no_failure(faults: int, ou
     assert [e.outcome for e in episodes.values() if e is not odd_one] == [Outcome.SUCCESS] * 5
 
 
+def test_the_loop_never_sleeps_while_the_actor_has_not_been_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pool and actor here answer at once, so there is never anything to wait for."""
+
+    def sleep(*arguments: object) -> None:
+        raise AssertionError("the loop waits although the actor has answers")
+
+    monkeypatch.setattr("vla_rl.rollout.wait", sleep)
+    run(FakePool(3, 1), random_actor(3), specs(9))
+
+
 def test_replay_executes_what_was_recorded_and_finishes_when_it_runs_out() -> None:
     wanted = specs(4)
     recorded = {key: e.actions_NA() for key, e in run(FakePool(2, 3), random_actor(3), wanted).items()}

@@ -121,8 +121,9 @@ def run_episodes(pool: EnvPool, actor: Actor, specs: SpecSource, look_for: Calla
         begin(env)
     replies: list[EnvReply] = []
     while running:
-        with totals.timed("actor"):  # a pool that just answered may have more: look again before the actor starts a batch
-            chunks = [] if replies else [(env, chunk) for env, chunk in actor.ready(0.0) if env in running]
+        asks_actor = not replies  # a pool that just answered may have more: look again before the actor starts a batch
+        with totals.timed("actor"):
+            chunks = [(env, chunk) for env, chunk in actor.ready(0.0) if env in running] if asks_actor else []
         with totals.timed("pool"):
             ended = [_propose(pool, running, env, chunk) for env, chunk in chunks]
             replies = pool.ready(0.0)
@@ -136,7 +137,7 @@ def run_episodes(pool: EnvPool, actor: Actor, specs: SpecSource, look_for: Calla
         if episodes:
             totals.flush()
             yield from episodes
-        elif not chunks and not replies:
+        elif asks_actor and not chunks and not replies:  # an actor that was not asked may have answers, or has not begun
             with totals.timed(_who_is_awaited(running)):
                 wait([*pool.waitables(), *actor.waitables()], POLL_S)
     totals.flush()
