@@ -22,3 +22,13 @@ def reach_demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reach")
     record_reach(folder, episodes=6)
     return folder
+
+
+@pytest.fixture(scope="session")
+def reach_demonstrations_32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three scenes in small pictures, for policies that see little."""
+    from reach_data import record_reach
+
+    folder = tmp_path_factory.mktemp("reach_32")
+    record_reach(folder, episodes=3, resolution=32)
+    return folder

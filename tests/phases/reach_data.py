@@ -15,13 +15,13 @@ from vla_rl.sim.reach_expert import ReachExpert
 FRAME_EVERY = 2
 
 
-def record_reach(folder: Path, episodes: int, noise: float = 0.3) -> None:
+def record_reach(folder: Path, episodes: int, noise: float = 0.3, resolution: int = 64) -> None:
     """Write `episodes` demonstrations, each of another scene, with a picture before every second action."""
     specs = [
         EpisodeSpec("reach", 0, f"sampled:{seed}", "demonstrations", StepProtocol(max_steps=60, settle_steps=0)) for seed in range(episodes)
     ]
     actor = scripted_actor(lambda spec: ReachExpert(spec, noise, seed=spec.init_number))
-    pool = make_pool(PoolConfig(backend="serial", workers=1), EnvConfig(kind="reach", resolution=64))
+    pool = make_pool(PoolConfig(backend="serial", workers=1), EnvConfig(kind="reach", resolution=resolution))
     store = EpisodeStore(folder)
     try:
         for episode in run_episodes(pool, actor, ListSource(specs), lambda spec: look_of(actor.needs, FRAME_EVERY, record_states=True)):
