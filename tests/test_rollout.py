@@ -155,3 +155,13 @@ def test_parts_that_do_not_fit_are_named_at_connect() -> None:
         connect(ENV, ActorNeeds("p", views=("image", "depth")))
     with pytest.raises(ConnectError, match="made for pictures of 224 px; env fake renders 64 px"):
         connect(ENV, ActorNeeds("p", resolution=224))
+
+
+def test_the_loop_sleeps_only_when_neither_side_has_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake pool and synchronous actor always have something, so any sleep would be a delay of up to a second per chunk."""
+
+    def sleep(waitables: list[object], timeout_s: float) -> None:
+        raise AssertionError("the loop slept although something was ready")
+
+    monkeypatch.setattr("vla_rl.rollout.wait", sleep)
+    run(FakePool(3, 5), random_actor(3), specs(9))
