@@ -26,6 +26,13 @@ FINGER_OUTLINE_FC = np.array([[side * along, across] for side in (-1, 1) for alo
 NEIGHBOUR_MARGIN = 0.012
 """Distance to a neighbour (m) below which a grasp is marked down."""
 SKEWS = np.radians([0.0, -12.0, 12.0, -24.0, 24.0])
+TABLE_ARM_SHOULDER = np.array([-0.66, 0.0, 1.245])
+"""Where the second joint of LIBERO's table-mounted Panda is (m)."""
+WRIST_SETBACK, WRIST_HEIGHT = 0.088, 0.204
+"""The wrist's centre relative to the grip site of a hand that points down: towards the base, and up (m)."""
+COMFORTABLE_STRETCH = 0.62
+FLOOR_SCENE = 0.5
+"""Below this height (m) an object is in a scene on the floor; tables are 0.9 high, other ones at least 0.4 with their arm lower."""
 SKEW_COST = 0.6
 """Awkwardness per radian between the finger line and the side of a box: closing turns the box."""
 RIM_ANGLES = np.radians(np.arange(0, 360, 15))
@@ -60,9 +67,29 @@ def choose_grasp(solid: Solid, neighbours: Iterable[Solid], present_angle: float
 
     def cost(grasp: Grasp) -> float:
         turning = abs(half_turn_difference(grasp.finger_angle, present_angle))
-        return grasp.awkwardness + 0.3 * turning + 40.0 * intrusion(solid, grasp, neighbours) + 0.5 * tried.count(grasp)
+        return (
+            grasp.awkwardness
+            + 0.3 * turning
+            + 40.0 * intrusion(solid, grasp, neighbours)
+            + 20.0 * strain(solid.centre + grasp.offset)
+            + 0.5 * tried.count(grasp)
+        )
 
     return min(candidates(solid, present_angle), key=cost)
+
+
+def strain(point: np.ndarray) -> float:
+    """How far (m) the arm stretches beyond comfort with the hand pointing down at `point` (float64[3]).
+
+    The distance from the shoulder to the wrist, for the arm mounted behind a table (0.70 is a straight arm, and joint limits
+    come earlier). Scenes on the floor, where the arm stands elsewhere, lie within reach as a whole.
+    """
+    if point[2] < FLOOR_SCENE:
+        return 0.0
+    from_base = point - TABLE_ARM_SHOULDER
+    return max(
+        0.0, float(np.hypot(np.hypot(from_base[0], from_base[1]) - WRIST_SETBACK, from_base[2] + WRIST_HEIGHT)) - COMFORTABLE_STRETCH
+    )
 
 
 def candidates(solid: Solid, present_angle: float) -> list[Grasp]:

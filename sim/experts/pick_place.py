@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from enum import Enum
 
@@ -25,6 +26,8 @@ PLACE_CONE = 0.015
 """Horizontal error (m) from which on a carried object keeps its height."""
 PLACE_TOLERANCE = 0.012
 """Distance to the placement (m) at which the fingers open."""
+STUCK_STEPS, STUCK_DISTANCE = 20, 0.01
+"""A hand that came less than this far (m) in this many control steps of reaching stands on something, or is out of reach."""
 RELEASE_STEPS = 10
 """Control steps to open the fingers, and to rise before a new attempt."""
 
@@ -52,6 +55,7 @@ class PickPlace:
         self.hold = np.zeros(3)
         self.travel_height = 0.0
         self.width = 0.0
+        self.trail: deque[np.ndarray] = deque(maxlen=STUCK_STEPS)
 
     def act(self, privileged: Mapping[str, np.ndarray]) -> np.ndarray:
         """float32[7]: the clean action for the present state."""
@@ -63,6 +67,7 @@ class PickPlace:
         self._advance(hand, solid, point, grasp.finger_angle, privileged)
         self.steps += 1
         self.width = hand.width
+        self.trail.append(hand.position)
         return self._command(hand, solid, point, grasp.finger_angle, privileged)
 
     def _start_over(self, hand: Hand, solid: Solid, privileged: Mapping[str, np.ndarray]) -> Grasp:
@@ -75,7 +80,7 @@ class PickPlace:
         return self.grasp
 
     def _failed(self, hand: Hand, solid: Solid) -> bool:
-        """The object is not in the hand while it should be, or was put down without reaching the goal."""
+        """The object is not in the hand while it should be, could not be reached, or was put down without reaching the goal."""
         if self.phase in (Phase.LIFT, Phase.CARRY):
             slipped = np.linalg.norm(solid.position - hand.position - self.hold) > SLIP
             return bool(hand.width < HELD_WIDTH or slipped)
@@ -85,6 +90,8 @@ class PickPlace:
         """Leave the present phase if it is done."""
         if self.phase is Phase.REACH and arrived(hand, point, angle):
             self._enter(Phase.CLOSE)
+        elif self.phase is Phase.REACH and self._stuck(hand):
+            self._enter(Phase.RETREAT)
         elif self.phase is Phase.CLOSE and closed(self.width, hand, self.steps):
             self.hold = solid.position - hand.position
             self.travel_height = float(solid.position[2]) + LIFT
@@ -114,6 +121,10 @@ class PickPlace:
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self.steps = phase, 0
+        self.trail.clear()
+
+    def _stuck(self, hand: Hand) -> bool:
+        return len(self.trail) == STUCK_STEPS and float(np.linalg.norm(hand.position - self.trail[0])) < STUCK_DISTANCE
 
     def _at_destination(self, solid: Solid, privileged: Mapping[str, np.ndarray]) -> bool:
         target = placement_of(self.relation, self.destination, solid, privileged).position
