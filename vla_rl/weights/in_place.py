@@ -10,11 +10,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from vla_rl.weights.digest import weights_digest
-
-
-class WeightSyncError(RuntimeError):
-    """Weights that do not fit, are older than what is there, or did not arrive."""
+from vla_rl.weights.digest import combined_digest, require_same_digests, tensor_digest
+from vla_rl.weights.errors import LayoutMismatch, WeightSyncError
+from vla_rl.weights.layout import held_weights
+from vla_rl.weights.times import require_newer
 
 
 class InPlaceSync:
@@ -26,9 +25,8 @@ class InPlaceSync:
         self._weights: dict[str, Tensor] = {}
 
     def push(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over full tensors under the plain policy's names. Raises WeightSyncError unless `version` is newer than the last."""
-        if version <= self.version:
-            raise WeightSyncError(f"weights of version {version} were pushed after version {self.version}; versions must grow")
+        """Take over full tensors under the plain policy's names. Raises VersionError unless `version` is newer than the last."""
+        require_newer(version, self.version)
         with torch.no_grad():
             for name, tensor in named_weights:
                 if name in self._weights:
@@ -40,23 +38,23 @@ class InPlaceSync:
     def pull(self, policy: nn.Module) -> int:
         """Copy the pushed weights into `policy` (its dtypes and device are kept) and return their version.
 
-        Raises WeightSyncError before the first push, and where names or shapes differ (then nothing is copied).
+        Raises WeightSyncError before the first push, and LayoutMismatch where names or shapes differ (then nothing is copied).
         """
-        own = policy.state_dict()
         if self.version < 0:
             raise WeightSyncError("weights were pulled before the first push; push before any policy acts")
+        own = held_weights(policy)
         unlike = sorted(own.keys() ^ self._weights.keys())
         unlike += [name for name in own.keys() & self._weights.keys() if own[name].shape != self._weights[name].shape]
         if unlike:
-            raise WeightSyncError(f"the pushed weights do not fit the policy; these differ in presence or shape: {', '.join(unlike[:10])}")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(self._weights[name])
+            raise LayoutMismatch(f"the pushed weights do not fit the policy; these differ in presence or shape: {', '.join(unlike)}")
+        for name, tensor in own.items():
+            tensor.copy_(self._weights[name])
         return self.version
 
     def verify(self, policy: nn.Module) -> str:
-        """The digest of `policy`. Raises WeightSyncError unless it is that of the pushed weights."""
-        held, pushed = weights_digest(policy.state_dict()), weights_digest(self._weights)
-        if held != pushed:
-            raise WeightSyncError(f"the policy holds weights {held[:12]}, pushed were {pushed[:12]} (version {self.version}): pull first")
-        return held
+        """The digest (hex) of `policy`. Raises WeightSyncError unless it holds the pushed weights, cast to its dtypes."""
+        own = held_weights(policy)
+        held = {name: tensor_digest(tensor) for name, tensor in own.items()}
+        pushed = {name: tensor_digest(tensor.to(own[name].dtype)) for name, tensor in self._weights.items()}
+        require_same_digests(held, pushed, self.version)
+        return combined_digest(held)
