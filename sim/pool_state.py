@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from vla_rl.episode import EpisodeSpec
+from vla_rl.errors import UserError
 from vla_rl.sim.base import ChunkReply, Env, EnvConfig, EnvFault, EnvReply
 
 
@@ -91,8 +92,8 @@ class PoolStateError(RuntimeError):
         )
 
 
-class PoolStartError(RuntimeError):
-    """The first env of a pool could not be made."""
+class PoolStartError(UserError):
+    """The first env of a pool could not be made: the text says why, with the worker's traceback if it has no text for users."""
 
 
 _RESETTABLE = (EnvState.STARTING, EnvState.IDLE, EnvState.OBSERVED, EnvState.ENDED, EnvState.DOWN)

@@ -88,7 +88,7 @@ class ProcessPool:
     """
 
     def __init__(self, config: PoolConfig, env: EnvConfig, make_env: MakeEnv) -> None:
-        """Start all workers and wait for the first. Raises PoolStartError with its traceback if it does not come up."""
+        """Start all workers and wait for the first. Raises PoolStartError if it does not come up."""
         self.num_envs = config.workers
         self._config = config
         self._resolution = env.resolution

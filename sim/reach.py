@@ -47,9 +47,6 @@ class ReachEnv:
     """One Reach simulator in this process. `preempt_requested` is asked before every control step."""
 
     def __init__(self, config: EnvConfig, preempt_requested: Callable[[], bool]) -> None:
-        """Raises ValueError for a render profile other than `exact`: Reach has only one."""
-        if config.render_profile != "exact":
-            raise ValueError(f"render_profile {config.render_profile!r}: reach has only 'exact'")
         self._preempt_requested = preempt_requested
         self._model = build_model(config.resolution)
         self._data = mujoco.MjData(self._model)

@@ -2,7 +2,8 @@
 
 It builds its env itself, answers one request at a time, and ends when its request pipe closes: also when the pool's
 process was killed, and also when the env hangs at that moment. An exception of the env is sent to the pool with its
-traceback, and ends the worker. `faulthandler` writes the Python stack into the post-mortem file when a signal kills it.
+traceback (a `UserError` as its text), and ends the worker. `faulthandler` writes the Python stack into the post-mortem
+file when a signal kills it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
+from vla_rl.errors import UserError
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool_state import MakeEnv
 from vla_rl.sim.shared_memory import ProcessLock, SharedArena
@@ -67,6 +69,9 @@ def main(command_line: list[str]) -> int:
     wire = Wire(SharedArena(arguments.arena), arguments.resolution, bool(arguments.debug_poison))
     try:
         _serve(arguments, wire)
+    except UserError as error:  # its text is written for the user, who is not helped by where it was raised
+        os.write(arguments.reply, wire.write_pickled(Kind.RAISED, str(error)))
+        return 1
     except Exception:  # noqa: BLE001 - the boundary of the process: whatever an env raises goes to the pool, with its traceback
         os.write(arguments.reply, wire.write_pickled(Kind.RAISED, traceback.format_exc()))
         return 1

@@ -12,6 +12,7 @@ import numpy as np
 from toy_envs import CountingEnv
 
 from vla_rl.episode import EpisodeSpec
+from vla_rl.errors import UserError
 from vla_rl.sim.base import ChunkReply, EnvConfig, Look, ResetReply
 
 
@@ -44,6 +45,12 @@ class FaultyEnv(CountingEnv):
         if self.episode.prompt == "exit":
             os._exit(3)
         return super().step_chunk(actions_CA)
+
+
+def wrong_machine(
+    config: EnvConfig, preempt_requested: Callable[[], bool], worker: int, gl_turn: AbstractContextManager[None]
+) -> FaultyEnv:
+    raise UserError("no GL here; install libegl1")
 
 
 def never_return() -> None:

@@ -15,11 +15,12 @@ import numpy as np
 import psutil
 import pytest
 from equality import require_same
-from faulty_envs import FaultyEnv, broken_second_worker, dies_holding_the_gl_turn
+from faulty_envs import FaultyEnv, broken_second_worker, dies_holding_the_gl_turn, wrong_machine
 from toy_envs import raise_at_start
 
 from vla_rl.actors import no_op_actor
 from vla_rl.episode import VIEWS, ActionChunk, EpisodeSpec, Outcome, StepProtocol
+from vla_rl.errors import UserError
 from vla_rl.rollout import ListSource, run_episodes
 from vla_rl.sim.base import ChunkReply, EnvConfig, EnvFault, EnvPool, EnvReply, Look, ResetReply
 from vla_rl.sim.picture_slots import SLOTS
@@ -150,6 +151,12 @@ def test_a_worker_that_dies_with_no_episode_is_replaced_and_logged(caplog: pytes
 def test_the_first_worker_that_cannot_start_is_an_error_with_its_traceback() -> None:
     with pytest.raises(PoolStartError, match=r"(?s)raise_at_start.*no GL on this machine"), pool_of(2, raise_at_start):
         pass
+
+
+def test_an_error_for_the_user_in_the_first_worker_is_its_text_alone() -> None:
+    with pytest.raises(UserError) as raised, pool_of(2, wrong_machine):
+        pass
+    assert str(raised.value) == "env 0 could not be made: the worker raised while starting:\nno GL here; install libegl1"
 
 
 def test_another_worker_that_cannot_start_gives_a_fault_at_each_reset() -> None:
