@@ -73,7 +73,7 @@ def _recipe_command(name: str) -> Callable[[Sequence[str]], int]:
         if not arguments or arguments[0].startswith("-"):
             raise ConfigError("the first argument is a recipe file, for example configs/demo.yaml")
         module, _, run = RECIPES[name]
-        config = load_recipe(recipe_class(name), Path(arguments[0]), arguments[1:])
+        config = load_recipe(recipe_class(name), Path(arguments[0]), arguments[1:], f"vla-rl {name}")
         return getattr(importlib.import_module(module), run)(config)
 
     return command

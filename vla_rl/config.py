@@ -48,15 +48,16 @@ def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode)
 _RecipeLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
 
 
-def load_recipe[T](config_class: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+def load_recipe[T](config_class: type[T], path: str | Path, overrides: Sequence[str] = (), command: str = "vla-rl") -> T:
     """Read a recipe file into `config_class` and apply command-line overrides.
 
     Raises ConfigError for a missing file, bad YAML, unknown or misplaced keys, wrong types and contradictions.
-    `overrides` such as `["--engine.lr", "1e-4"]` are parsed by tyro, which prints help or its own error and exits.
+    `overrides` such as `["--engine.lr", "1e-4"]` are parsed by tyro, which prints help or its own error, under the name of
+    `command` and the recipe, and exits.
     """
     path = Path(path)
     config = build(config_class, read_yaml(path), where=str(path))
-    return override(config, overrides) if overrides else config
+    return override(config, overrides, f"{command} {path}") if overrides else config
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -78,12 +79,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def override[T](config: T, arguments: Sequence[str]) -> T:
-    """`config` with command-line values in place of its own, through tyro."""
+def override[T](config: T, arguments: Sequence[str], program: str) -> T:
+    """`config` with command-line values in place of its own, through tyro; `program` is what help says to type."""
     import tyro
 
     try:
-        return tyro.cli(type(config), default=config, args=list(arguments), config=(tyro.conf.AvoidSubcommands,))
+        return tyro.cli(type(config), default=config, args=list(arguments), prog=program, config=(tyro.conf.AvoidSubcommands,))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -105,8 +106,6 @@ def _build(config_class: type, values: Mapping[str, Any], key_path: str, root: t
         raise ConfigError(f"{where}: missing key {', '.join(repr(_join(key_path, name)) for name in missing)}")
     try:
         return config_class(**arguments)
-    except ConfigError:
-        raise
     except ValueError as error:
         raise ConfigError(f"{where}: {key_path + ': ' if key_path else ''}{error}") from error
 
