@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ from vla_rl.sim.libero import egl, packaging, tasks
 if TYPE_CHECKING:
     from vla_rl.sim.libero import run
 
-SCENE_CACHE_SIZE = 2
-"""Compiled tasks an env keeps (least recently used is freed); each holds 0.3 to 0.7 GiB of textures."""
+SCENE_CACHE_SIZE = 1
+"""Compiled tasks an env keeps (the least recently used is freed). Each takes about 1.5 GiB with software rendering, nearly all
+of it textures, and 2 to 5 s to compile; specs come task by task, so that one is enough."""
 
 
 class LiberoEnv:
@@ -77,18 +79,23 @@ class LiberoEnv:
         self._run = None
         if self._parts:
             egl.context().make_current()
-        while self._parts:
-            self._parts.popitem()[1].close()
+            self._free_down_to(0)
 
     def _parts_of(self, spec: EpisodeSpec) -> run.Parts:
         key = (spec.suite, spec.task)
         if key not in self._parts:
             task = tasks.load_task(*key)
-            while len(self._parts) >= SCENE_CACHE_SIZE:
-                self._parts.popitem(last=False)[1].close()
+            self._free_down_to(SCENE_CACHE_SIZE - 1)
             self._parts[key] = self._run_module.build(task, self.config)
         self._parts.move_to_end(key)
         return self._parts[key]
+
+    def _free_down_to(self, count: int) -> None:
+        if len(self._parts) <= count:
+            return
+        while len(self._parts) > count:
+            self._parts.popitem(last=False)[1].close()
+        gc.collect()  # LIBERO's objects refer to each other, so that a dropped scene would linger
 
     def _provenance(self) -> dict[str, Any]:
         renderer = egl.renderer_name()

@@ -10,7 +10,6 @@ import pytest
 from vla_rl.conventions import Orientation, PromptSource
 from vla_rl.episode import VIEW_AGENT, VIEW_WRIST, VIEWS, EpisodeSpec, SpecError, StepProtocol
 from vla_rl.sim.base import EnvConfig, EpisodeOver, Look
-from vla_rl.sim.libero import env as env_module
 from vla_rl.sim.libero import restore
 from vla_rl.sim.libero.env import LiberoEnv
 from vla_rl.sim.libero.render import oriented
@@ -182,9 +181,8 @@ def test_a_diverged_simulation_is_an_error(env: LiberoEnv) -> None:
         env.step_chunk(STILL)
 
 
-def test_compiled_tasks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_tasks_are_bounded() -> None:
     env = LiberoEnv(EnvConfig(resolution=16))
-    monkeypatch.setattr(env_module, "SCENE_CACHE_SIZE", 1)
     first = env.reset(OBJECT, Look(views=VIEWS)).observation
     env.reset(EpisodeSpec("libero_goal", 7, "benchmark:0", "test"), Look(views=VIEWS))
     assert list(env._parts) == [("libero_goal", 7)]
