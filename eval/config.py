@@ -36,8 +36,8 @@ class EvalConfig:
     """HDF5 file or folder whose successful episodes are re-executed, for actor `replay`; they replace the inits."""
     executed_horizon: int | None = None
     """Actions of each predicted chunk that are executed, at least 1; None: what the policy was made for."""
-    device: str = "cpu"
-    """Torch device of the policy."""
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where the policy computes; `auto` takes CUDA where there is a GPU."""
     prompt: Literal["own", "blank", "swap"] = "own"
     """`blank`: an empty instruction. `swap`: the instruction names another object of the scene; two episodes per init
     then ask for the named object and for the scene's original one."""

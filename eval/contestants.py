@@ -42,18 +42,20 @@ def make_contestant(config: EvalConfig, recorded: Mapping[str, Float32]) -> Cont
 
 
 def _policy(config: EvalConfig) -> Contestant:
+    from vla_rl.engine.world import device_kind
     from vla_rl.policies.checkpoint import load_policy
     from vla_rl.policy_actor import PolicyActor
 
     assert config.checkpoint is not None, "EvalConfig checks it"
-    policy = load_policy(config.checkpoint, device=config.device)
+    device = device_kind(config.device, "device")
+    policy = load_policy(config.checkpoint, device=device)
     notes = ()
     made_for = policy.spec.executed_horizon
     if config.executed_horizon not in (None, made_for):
         notes = (f"executed_horizon is {config.executed_horizon}, but the policy was made for {made_for}: success may fall by many points",)
         policy.spec = replace(policy.spec, executed_horizon=config.executed_horizon)
     policy.eval()
-    actor = PolicyActor(policy, batch_size=config.pool.workers, name=config.checkpoint, device=config.device)
+    actor = PolicyActor(policy, batch_size=config.pool.workers, name=config.checkpoint, device=device)
     return Contestant(actor, weights_of(config), policy.spec.executed_horizon, notes)
 
 

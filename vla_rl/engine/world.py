@@ -76,7 +76,7 @@ def open_world(device: str = "auto", rank: int | None = None, size: int | None =
     """
     if (rank is None) != (size is None) or (rank is None) != (rendezvous is None):
         raise WorldError(f"rank, size and rendezvous belong together, got {rank=}, {size=}, {rendezvous=}; give all three or none")
-    kind = _device_kind(device)
+    kind = device_kind(device, "engine.device")
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **_store_arguments(rank, size, rendezvous))
@@ -93,13 +93,12 @@ def close_world() -> None:
         dist.destroy_process_group()
 
 
-def _device_kind(device: str) -> str:
+def device_kind(device: str, field: str) -> str:
+    """`cpu` or `cuda` for a recipe's `auto`, `cpu` or `cuda`. Raises WorldError naming the recipe's field for CUDA where there is none."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise WorldError(
-            "engine.device is 'cuda' and torch sees no GPU; allowed here: auto, cpu. Set engine.device: cpu, or check the driver."
-        )
+        raise WorldError(f"{field} is 'cuda' and torch sees no GPU; allowed here: auto, cpu. Set {field}: cpu, or check the driver.")
     return device
 
 
