@@ -1,6 +1,6 @@
-"""A record from finished evaluations.
+"""`vla-rl record`: a record from finished evaluations.
 
-    python -m vla_rl.eval.make_record sft_pi0_tiny --command "vla-rl run RECIPE" \\
+    vla-rl record sft_pi0_tiny --command "vla-rl run RECIPE" \\
         --run after=runs/x/eval --run noop=runs/x/eval_noop --recipe sft=runs/x/sft --bar success_rate=0.9
 
 Each `--run CONDITION=RUN_DIR` gives rows under that condition and a metric `CONDITION_success_rate`; the first one's is also
@@ -76,9 +76,20 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
+def _numbers(pairs: Sequence[str]) -> dict[str, float]:
+    """Name -> number of `NAME=NUMBER`s. Raises RecordError naming one that is none."""
+    numbers: dict[str, float] = {}
+    for name, value in map(_pair, pairs):
+        try:
+            numbers[name] = float(value)
+        except ValueError as error:
+            raise RecordError(f"{name}={value} must end in a number, such as {name}=0.9") from error
+    return numbers
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of this module; see its docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The command; see this module's docstring. Bars that are missed are printed, and do not change the exit status."""
+    parser = argparse.ArgumentParser(prog="vla-rl record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="the record's name, that of its folder")
     parser.add_argument("--command", required=True, help="the command that gave the result")
     parser.add_argument("--run", action="append", required=True, metavar="CONDITION=RUN_DIR")
@@ -90,9 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     runs = {name: Path(path) for name, path in map(_pair, given.run)}
     recipes = {name: Path(path) for name, path in map(_pair, given.recipe)}
-    metrics, least, most = ({name: float(value) for name, value in map(_pair, p)} for p in (given.metric, given.bar, given.bar_at_most))
-    bars = least | {name: {"at_most": value} for name, value in most.items()}
-    folder = record_of_runs(given.name, given.command, runs, recipes, metrics, bars, given.root)
+    bars = _numbers(given.bar) | {name: {"at_most": value} for name, value in _numbers(given.bar_at_most).items()}
+    folder = record_of_runs(given.name, given.command, runs, recipes, _numbers(given.metric), bars, given.root)
     missed = missed_bars(json.loads((folder / "record.json").read_text()))
     print("\n".join([str(folder), *missed]))
     return 0

@@ -25,6 +25,12 @@ def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "simm"], "no benchmark 'simm'; did you mean 'sim'?"),
         (["compare", "a"], "compare takes two run directories"),
         (["report"], "report takes one run directory"),
+        (["record", "x", "--command", "c", "--run", "after"], "'after' must be NAME=VALUE"),
+        (["record", "x", "--command", "c", "--run", "after=no/such"], "no/such"),
+        (
+            ["record", "x", "--command", "c", "--run", "after=no/such", "--bar", "success_rate=high"],
+            "success_rate=high must end in a number",
+        ),
         (["doctor", "--jsn"], "doctor takes only --json, not --jsn"),
     ],
 )
@@ -49,6 +55,7 @@ def test_bad_commands_are_one_clear_line(arguments: list[str], message: str, cap
         ("collect", "run_dir: {dir}/x\nenv: {resolution: 7}\n", "recipe.yaml: env: resolution is 7, must be 16 to 1024"),
         ("collect", "run_dir: {dir}/x\nenv: {packaging: hf-liber}\n", "did you mean 'hf-libero'?"),
         ("eval", "run_dir: {dir}/x\nactor: noop\ndataset: d\n", "recipe.yaml: actor 'noop' takes no dataset"),
+        ("eval", "run_dir: {dir}/x\ncheckpoint: c\ndevice: gpu\n", "device is 'gpu'; did you mean 'cpu'? (allowed: auto, cpu, cuda)"),
         ("run", "run_dir: {dir}/x\nphases: []\n", "phases is empty"),
         ("run", "run_dir: {dir}/x\nphases: [{command: evil, recipe: {}}]\n", "did you mean 'eval'"),
     ],

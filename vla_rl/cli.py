@@ -1,6 +1,6 @@
 """The command line: one command is one phase, and nothing else happens here.
 
-vla-rl doctor | collect | sft | rl | eval | compare | report | bench | run
+vla-rl doctor | collect | sft | rl | eval | run | compare | report | record | bench
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ USAGE = """usage: vla-rl COMMAND ...
   compare RUN_A RUN_B              paired statistics of two evaluations
   run RECIPE [--key value]         a pipeline: collect, SFT, evaluation ... in order, each resumable
   report RUN                       an HTML page: success, curves, time breakdown, videos
+  record NAME --command ... --run CONDITION=RUN_DIR ...
+                                   docs/results/NAME from finished evaluations, with bars; --help lists all options
   bench NAME                       a benchmark; its last line is one JSON document
 
 'vla-rl COMMAND RECIPE --help' lists every field of the recipe with its meaning.
@@ -107,6 +109,12 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _record(arguments: Sequence[str]) -> int:
+    from vla_rl.eval.make_record import main as make_record
+
+    return make_record(arguments)
+
+
 BENCHMARKS = ("sim", "reset", "transport", "prefix", "exactness")
 
 
@@ -122,6 +130,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     **{name: _recipe_command(name) for name in RECIPES},
     "compare": _compare,
     "report": _report,
+    "record": _record,
     "bench": _bench,
 }
 
