@@ -82,7 +82,7 @@ class FeatureStats:
         if missing:
             raise StatisticsError(
                 f"statistics of {feature!r} lack {', '.join(missing)} (they have {', '.join(sorted(values)) or 'nothing'}); "
-                "compute them over all frames with `vla-rl data stats`"
+                "compute them over all frames (`datasets.stats.compute_statistics`)"
             )
         vectors = {name: tuple(np.asarray(values[name], np.float64).reshape(-1).tolist()) for name in _VECTORS}
         return cls(**vectors, count=int(np.asarray(values["count"]).reshape(-1)[0]))

@@ -9,6 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vla_rl.errors import UserError
+
+
+class DamagedFileError(UserError):
+    """A file of a run that no longer holds what was written."""
+
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
@@ -76,7 +82,7 @@ def _drop_cut_line(file: Any, end: int) -> None:
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """All whole rows; a last line that a crash cut is dropped. A missing file has no rows.
 
-    Raises ValueError naming the line for a damaged line that is not the last one.
+    Raises DamagedFileError naming the line for a damaged line that is not the last one.
     """
     path = Path(path)
     if not path.exists():
@@ -87,7 +93,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: line {number} is not JSON ({error}); delete that line or restore the file") from error
+            raise DamagedFileError(f"{path}: line {number} is not JSON ({error}); delete that line or restore the file") from error
     return rows
 
 
