@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from rl_recipe import GROUPS, GRPO, PPO, metrics_of, rl_recipe, same_weights, save_random_policy, saved_weights
+from rl_recipe import GROUPS, GRPO, PPO, metrics_of, rl_recipe, same_weights, save_random_policy
 
 from vla_rl.algorithms.config import AlgorithmConfig, CloningSettings, CriticSettings, DistillationSettings, KlSettings
 from vla_rl.algorithms.corrections import Correction
@@ -29,8 +29,8 @@ from vla_rl.phases.rl_update import Learner
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.sim.pool import PoolConfig
-from vla_rl.telemetry.spans import leaf_shares
 from vla_rl.telemetry.files import read_jsonl
+from vla_rl.telemetry.spans import leaf_shares
 
 ONE_STEP = {"steps": 1, "checkpoint_every": 1}
 
@@ -147,7 +147,9 @@ def test_cloning_and_distillation(initial: Path, tmp_path: Path, reach_demonstra
     assert rl.run_rl(config) == 0
     row = metrics_of(config)[0]
     assert row["loss_cloning"] > 0 and row["loss_distillation"] > 0 and row["cloning_weight"] == 0.5
-    gradient = replace(config, run_dir=str(tmp_path / "second"), algorithm=replace(algorithm, distillation=DistillationSettings("policy_gradient", 0.3)))
+    gradient = replace(
+        config, run_dir=str(tmp_path / "second"), algorithm=replace(algorithm, distillation=DistillationSettings("policy_gradient", 0.3))
+    )
     assert rl.run_rl(gradient) == 0
     assert not same_weights(config, gradient)
 
@@ -248,7 +250,10 @@ def test_groups_without_a_signal_are_not_trained_on(rejected: str, initial: Path
     assert row["groups_too_hard"] == (4 if rejected == "refill" else 2) and row["groups_kept"] == 0
     assert row.get("updates", 0) == 0
     before = load_policy(initial).state_dict()
-    assert all(torch.equal(weight, before[name]) for name, weight in load_policy(Path(config.run_dir) / "checkpoints/last/policy").state_dict().items())
+    assert all(
+        torch.equal(weight, before[name])
+        for name, weight in load_policy(Path(config.run_dir) / "checkpoints/last/policy").state_dict().items()
+    )
 
 
 def test_recipes_that_contradict_themselves(initial: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from vla_rl.config import ConfigError, build, to_plain
 from vla_rl.eval.config import EvalConfig
 from vla_rl.eval.report import write_report
 from vla_rl.eval.runner import run_eval
+from vla_rl.phases.rl import run_rl
+from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.sft import SftConfig, run_sft
 from vla_rl.telemetry.run_directory import RunDirectory
 
@@ -43,6 +45,16 @@ class SftPhase:
 
 
 @dataclass(frozen=True)
+class RlPhase:
+    """Reinforcement learning."""
+
+    command: Literal["rl"]
+    """What this phase runs."""
+    recipe: RlConfig
+    """Its recipe."""
+
+
+@dataclass(frozen=True)
 class EvalPhase:
     """An evaluation."""
 
@@ -52,7 +64,7 @@ class EvalPhase:
     """Its recipe."""
 
 
-Phase = CollectPhase | SftPhase | EvalPhase
+Phase = CollectPhase | SftPhase | RlPhase | EvalPhase
 
 
 @dataclass(frozen=True)
@@ -91,9 +103,11 @@ def run_pipeline(config: PipelineConfig) -> int:
     return 0
 
 
-def _run_phase(recipe: CollectConfig | SftConfig | EvalConfig) -> int:
+def _run_phase(recipe: CollectConfig | SftConfig | RlConfig | EvalConfig) -> int:
     if isinstance(recipe, CollectConfig):
         return run_collect(recipe)
+    if isinstance(recipe, RlConfig):
+        return run_rl(recipe)
     return run_sft(recipe) if isinstance(recipe, SftConfig) else run_eval(recipe)
 
 
