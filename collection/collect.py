@@ -19,13 +19,13 @@ from vla_rl.collection.plan import noisy_expert, plan_demonstrations, provenance
 from vla_rl.collection.recorder import Recorder, fill_frames
 from vla_rl.datasets.store import EpisodeStore, merge
 from vla_rl.episode import Episode, EpisodeSpec
-from vla_rl.eval.progress import EpisodeProgress
 from vla_rl.eval.results import EpisodeRow
 from vla_rl.rollout import ListSource, look_of, run_episodes
 from vla_rl.sim.base import Env, EnvPool
 from vla_rl.sim.factory import make_env
 from vla_rl.sim.pool import MakeEnv, make_pool
 from vla_rl.telemetry.files import read_jsonl, write_json, write_text
+from vla_rl.telemetry.progress import EpisodeProgress
 from vla_rl.telemetry.run_directory import RunDirectory
 from vla_rl.telemetry.spans import close_span_log, open_span_log, span
 
@@ -121,7 +121,7 @@ def _record(
                 kept = fill_frames(episode, fill, config.frame_every) if fill and recorder.keeps(episode) else episode
                 row = recorder.record(numbers[episode.spec.key], kept, provenance_of(config, episode.spec))
             rows.append(row)
-            progress.advance(row)
+            progress.ended(row.success, row.crashed)
     return rows
 
 

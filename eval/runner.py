@@ -19,7 +19,6 @@ from vla_rl.episode import Episode, EpisodeSpec, Float32, Outcome
 from vla_rl.eval.config import EvalConfig
 from vla_rl.eval.contestants import Contestant, make_contestant, weights_of
 from vla_rl.eval.plan import Planned, plan_episodes
-from vla_rl.eval.progress import EpisodeProgress
 from vla_rl.eval.protocol import EvalProtocol, get_protocol
 from vla_rl.eval.results import EpisodeRow, finished_rows, read_rows, row_of
 from vla_rl.eval.summary import Summary, summarize, summary_of_finished, summary_text
@@ -29,6 +28,7 @@ from vla_rl.sim.base import EnvPool, EnvSpec, Look
 from vla_rl.sim.factory import make_env
 from vla_rl.sim.pool import MakeEnv, make_pool
 from vla_rl.telemetry.files import append_jsonl, write_json
+from vla_rl.telemetry.progress import EpisodeProgress
 from vla_rl.telemetry.run_directory import RunDirectory
 from vla_rl.telemetry.spans import close_span_log, open_span_log, span
 
@@ -121,8 +121,8 @@ def _evaluate(config: EvalConfig, planned: Sequence[Planned], protocol: EvalProt
     done = {row.pairing for row in finished_rows(rows)}
     pending = [entry for entry in planned if entry.pairing not in done]
     with EpisodeProgress(config.label, len(planned), len(planned) - len(pending), config.show_progress) as progress:
-        for episode in run_planned(pool, contestant, pending, recorder):
-            progress.advance(episode)
+        for row in run_planned(pool, contestant, pending, recorder):
+            progress.ended(row.success, row.crashed)
     summary = summarize(planned, read_rows(run.episodes_file), config, protocol, contestant, pool.spec)
     write_json(run.path / "summary.json", summary.to_dict())
     return summary

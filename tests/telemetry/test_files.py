@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vla_rl.telemetry.files import append_jsonl, atomic_path, read_jsonl, write_json
+from vla_rl.telemetry.files import DamagedFileError, append_jsonl, atomic_path, read_jsonl, write_json
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_cut_last_line_is_dropped_and_appending_goes_on(tmp_path_factory: pyte
 def test_damage_inside_the_file_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"b": \n{"c": 3}\n')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
+    with pytest.raises(DamagedFileError, match="line 2 is not JSON"):
         read_jsonl(path)
 
 
