@@ -115,7 +115,7 @@ def _record(arguments: Sequence[str]) -> int:
     return make_record(arguments)
 
 
-BENCHMARKS = ("sim", "reset", "transport", "prefix", "exactness")
+BENCHMARKS = ("sim", "reset", "transport", "prefix", "weights", "exactness")
 
 
 def _bench(arguments: Sequence[str]) -> int:

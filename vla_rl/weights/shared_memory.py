@@ -73,7 +73,7 @@ class SharedMemorySender:
         deadline (nothing is written then), and LayoutMismatch for other tensors (the front stays what it was).
         """
         require_newer(version, self.version)
-        back = 1 - max(int(self._block.front[0]), 0)
+        back = (int(self._block.front[0]) + 1) % 2
         self._take(back, version)
         try:
             self._block.versions[back] = NONE
