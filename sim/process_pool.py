@@ -289,6 +289,7 @@ def _start_worker(member: _Member, config: PoolConfig, resolution: int, gl_lock:
         env=_worker_environment(config.threads_per_worker),
         stdin=subprocess.DEVNULL,
         stdout=_STDERR,
+        process_group=0,  # Ctrl-C goes to the pool's process alone, which decides; workers end with it
     )
     os.close(request_out)
     os.close(reply_in)

@@ -13,7 +13,6 @@ import os
 import pickle
 import resource
 import select
-import signal
 import sys
 import threading
 import time
@@ -62,13 +61,14 @@ class WorkerArguments:
 def main(command_line: list[str]) -> int:
     """Serve requests until the pool closes the pipe (status 0) or the env raises (status 1)."""
     arguments = WorkerArguments(*(int(value) for value in command_line))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the pool's process decides
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the watchdog ends a hung worker with SIGABRT, for its stack
     faulthandler.enable(arguments.post_mortem)
     threading.Thread(target=_end_with_pool, args=(arguments.request,), daemon=True).start()
     wire = Wire(SharedArena(arguments.arena), arguments.resolution, bool(arguments.debug_poison))
     try:
         _serve(arguments, wire)
+    except BrokenPipeError:  # the pool was closed, or its process died, while the env was being made: nobody listens
+        return 1
     except UserError as error:  # its text is written for the user, who is not helped by where it was raised
         os.write(arguments.reply, wire.write_pickled(Kind.RAISED, str(error)))
         return 1
