@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vla_rl.actors import Actor, Expert, no_op_actor, random_actor, replay_actor, scripted_actor
+from vla_rl.config import ConfigError
 from vla_rl.episode import EpisodeSpec, Float32, noise_seed
 from vla_rl.eval.config import EvalConfig
 
@@ -75,12 +76,21 @@ def folder_digest(folder: Path) -> str:
 
 
 def noise_free_expert(spec: EpisodeSpec) -> Expert:
-    """The scripted expert of an episode, without action noise."""
+    """The scripted expert of an episode, without action noise. Raises ConfigError if there is none for its goal."""
     if spec.suite == "reach":
         from vla_rl.sim.reach_expert import ReachExpert
 
         return ReachExpert(spec, noise=0.0, seed=0)
-    from vla_rl.sim.experts.expert import make_expert
+    from vla_rl.sim.experts.expert import UnsupportedGoal, make_expert
     from vla_rl.sim.libero.tasks import goal_of
 
-    return make_expert(spec, goal_of(spec), noise=0.0, seed=noise_seed(spec, 0, "expert"))
+    try:
+        return make_expert(spec, goal_of(spec), noise=0.0, seed=noise_seed(spec, 0, "expert"))
+    except UnsupportedGoal as error:
+        raise ConfigError(f"actor 'expert' cannot act in {spec.suite} task {spec.task}: {error}; leave the task out of `tasks`") from error
+
+
+def require_experts(specs: Iterable[EpisodeSpec]) -> None:
+    """Raise ConfigError for the first task whose goal no scripted expert can reach, before anything runs."""
+    for spec in {(spec.suite, spec.task, spec.goal): spec for spec in specs}.values():
+        noise_free_expert(spec)

@@ -17,7 +17,7 @@ from vla_rl.config import ConfigError
 from vla_rl.conventions import Orientation
 from vla_rl.episode import Episode, EpisodeSpec, Float32, Outcome
 from vla_rl.eval.config import EvalConfig
-from vla_rl.eval.contestants import Contestant, make_contestant, weights_of
+from vla_rl.eval.contestants import Contestant, make_contestant, require_experts, weights_of
 from vla_rl.eval.plan import Planned, plan_episodes
 from vla_rl.eval.protocol import EvalProtocol, get_protocol
 from vla_rl.eval.results import EpisodeRow, finished_rows, read_rows, row_of
@@ -83,6 +83,8 @@ def evaluate(config: EvalConfig, make_env: MakeEnv = make_env) -> Summary:
     protocol = get_protocol(config.protocol)
     recorded = _recorded_actions(config)
     planned = plan_episodes(config, protocol, [spec for spec, _ in recorded])
+    if config.actor == "expert":
+        require_experts(entry.spec for entry in planned)
     finished = _finished_before(config, planned)
     if finished is not None:
         return finished
