@@ -57,6 +57,7 @@ class ReachEnv:
     def reset(self, spec: EpisodeSpec, look: Look) -> ResetReply:
         """See `Env.reset`."""
         started = time.perf_counter()
+        egl.context()  # another renderer of this process may have taken over
         layout = sample_layout(spec)
         put_up(self._model, self._data, layout)
         self._episode = _Episode(self._model, self._data, self._renderer, spec, look, layout)

@@ -83,9 +83,18 @@ def _import_robosuite_quietly() -> None:
         import robosuite  # pyright: ignore[reportMissingImports]  # noqa: F401
 
 
-@cache
 def context() -> Any:
-    """The process's one GL context, current in the calling thread. Raises RenderingError with a remedy if there is none."""
+    """The process's one GL context, made current in the calling thread. Raises RenderingError with a remedy if there is none.
+
+    Current each time: a stock robosuite renderer of this process takes its place, and leaves none when it is freed.
+    """
+    made = _make_context()
+    made.make_current()
+    return made
+
+
+@cache
+def _make_context() -> Any:
     import mujoco
 
     try:

@@ -54,7 +54,7 @@ class LiberoEnv:
         Raises SpecError for a spec that this env cannot run, SceneError if its objects cannot be placed.
         """
         self._run = None
-        egl.context().make_current()  # another renderer of this process may have taken over
+        egl.context()  # another renderer of this process may have taken over
         parts = self._parts_of(spec)
         self._run, reply = self._run_module.start(parts, self.config, spec, look)
         return reply
@@ -78,7 +78,7 @@ class LiberoEnv:
         """Free everything; may be called twice."""
         self._run = None
         if self._parts:
-            egl.context().make_current()
+            egl.context()
             self._free_down_to(0)
 
     def _parts_of(self, spec: EpisodeSpec) -> run.Parts:
