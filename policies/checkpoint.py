@@ -31,7 +31,7 @@ from vla_rl.policies.factory import family, make_policy
 from vla_rl.policies.lerobot_files import TOKENIZER_FOLDER, read_statistics, write_lerobot_files
 from vla_rl.policies.pi0.policy import Pi0Policy
 from vla_rl.policies.pi0.published import own_name, published_weights, to_published
-from vla_rl.telemetry.files import write_json
+from vla_rl.telemetry.files import fsync, write_json
 
 WEIGHTS_FILE = "model.safetensors"
 OWN_FILE = "vla_rl.json"
@@ -103,22 +103,14 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
-            _fsync(path)
+            fsync(path)
         if folder.exists():
             os.replace(folder, replaced)
         os.replace(temporary, folder)
-        _fsync(folder.parent)
+        fsync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _own_fields(policy: Pi0Policy) -> dict[str, Any]:

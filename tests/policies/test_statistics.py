@@ -34,7 +34,7 @@ def test_hash_sees_every_number(statistics: Statistics) -> None:
 def test_missing_quantiles_are_named(statistics: Statistics) -> None:
     values = statistics.to_dict()
     del values[ACTION]["q01"], values[ACTION]["q99"]
-    with pytest.raises(StatisticsError, match=r"statistics of 'action' lack q01, q99.*vla-rl data stats"):
+    with pytest.raises(StatisticsError, match=r"statistics of 'action' lack q01, q99.*compute_statistics"):
         Statistics.from_dict(values)
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from vla_rl.engine.engine import Engine
 from vla_rl.engine.state import restore_state, training_state
 from vla_rl.errors import UserError
-from vla_rl.telemetry.files import write_json
+from vla_rl.telemetry.files import fsync, write_json
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 FORMAT = 1
@@ -150,7 +150,7 @@ def _seal(folder: Path) -> None:
     """fsync every file and folder, then write the manifest."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     for path in [*folder.rglob("*"), folder]:
-        _fsync(path)
+        fsync(path)
     write_json(folder / "manifest.json", {"format": FORMAT, "files": files})
 
 
@@ -163,7 +163,7 @@ def _publish(temporary: Path, target: Path) -> None:
     pointer.unlink(missing_ok=True)
     pointer.symlink_to(target.name)
     os.replace(pointer, target.parent / "last")
-    _fsync(target.parent)
+    fsync(target.parent)
 
 
 def _retain(checkpoints: Path, keep_last: int | None) -> None:
@@ -177,14 +177,6 @@ def _steps(checkpoints: Path) -> list[int]:
         return []
     matches = [STEP_FOLDER.fullmatch(path.name) for path in checkpoints.iterdir()]
     return sorted(int(match[1]) for match in matches if match)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _on_leader(engine: Engine, temporary: Path, work: Callable[[], None]) -> None:
