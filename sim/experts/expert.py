@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from vla_rl.episode import EpisodeSpec, Observation
+from vla_rl.errors import UserError
 from vla_rl.sim.experts.drawer import OpenDrawer
 from vla_rl.sim.experts.grasp import can_hold
 from vla_rl.sim.experts.move_part import MovePart, PlateOnTable, StoveKnob
@@ -28,7 +29,7 @@ SUPPORTED = (
 )
 
 
-class UnsupportedGoal(ValueError):
+class UnsupportedGoal(UserError):
     """No scripted expert knows how to reach this goal."""
 
 

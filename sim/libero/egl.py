@@ -14,11 +14,13 @@ import warnings
 from functools import cache
 from typing import Any
 
+from vla_rl.errors import UserError
+
 SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast", "software")
 """Parts of a renderer's name that tell it draws on the CPU."""
 
 
-class RenderingError(RuntimeError):
+class RenderingError(UserError):
     """No OpenGL context, or a device that does not exist."""
 
 
@@ -95,9 +97,9 @@ def context() -> Any:
 
 @cache
 def _make_context() -> Any:
-    import mujoco
-
     try:
+        import mujoco  # asserts on MUJOCO_GL
+
         made = mujoco.GLContext(1, 1)
         made.make_current()
     except (ImportError, RuntimeError) as error:

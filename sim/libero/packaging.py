@@ -26,13 +26,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from vla_rl.errors import UserError
+
 ALLOW_MUJOCO_VARIABLE = "VLA_RL_ALLOW_MUJOCO"
 """Set to a version to run with a mujoco that is not in `ALLOWED_MUJOCO`; recorded in provenance."""
 ALLOWED_MUJOCO = ("3.3.0", "3.3.1", "3.3.2")
 """Versions that render and collide as LIBERO's published results did: 3.3.3 darkens floors, 3.4.0 changes box contacts."""
 
 
-class PackagingError(RuntimeError):
+class PackagingError(UserError):
     """LIBERO is missing, installed twice, installed as something else, or runs on the wrong mujoco."""
 
 
