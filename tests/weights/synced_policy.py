@@ -11,6 +11,9 @@ from torch import Tensor, nn
 class SyncedPolicy(nn.Module):
     """`y = head(expert(backbone(x)))`; `reading` is tied to `writing`, `mean` is a saved buffer, `grid` is one that is not saved."""
 
+    mean: Tensor
+    steps: Tensor
+
     def __init__(self, seed: int = 0, width: int = 24) -> None:
         super().__init__()
         with torch.random.fork_rng():
@@ -44,7 +47,7 @@ class SyncedPolicy(nn.Module):
 INPUT_BI = torch.linspace(-1, 1, 48).reshape(2, 24)
 
 
-def change(policy: nn.Module, version: int) -> None:
+def change(policy: SyncedPolicy, version: int) -> None:
     """What an optimizer step and a running mean would do, in place, also on shards: every tensor that can change does, by `version`."""
     from vla_rl.engine.tensors import local_tensor
 
@@ -52,5 +55,5 @@ def change(policy: nn.Module, version: int) -> None:
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 local_tensor(parameter).mul_(0.5).add_(0.125 * version)  # powers of two: the same bits on any number of ranks
-        policy.mean.add_(version)  # pyright: ignore[reportCallIssue]
-        policy.steps.add_(1)  # pyright: ignore[reportCallIssue]
+        policy.mean.add_(version)
+        policy.steps.add_(1)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from synced_policy import SyncedPolicy, change
-from weight_jobs import pull_collective, pull_collective_once, receive, refused_worker, start, train_and_push
+from weight_jobs import join, pull_collective, pull_collective_once, receive, refused_worker, start, train_and_push
 
 from vla_rl.engine.config import EngineConfig
 from vla_rl.weights.collective import CollectiveSender
@@ -20,10 +18,6 @@ from vla_rl.weights.layout import TensorEntry, WeightLayout, held_weights
 
 def full_layout() -> WeightLayout:
     return WeightLayout(tuple(TensorEntry(name, tuple(t.shape), t.dtype) for name, t in held_weights(SyncedPolicy()).items()))
-
-
-def store(path: Path) -> Any:
-    return dist.FileStore(str(path), 2)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def expected(trainable: str, cast: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -59,21 +53,21 @@ def test_unlike_workers_are_refused_on_both_sides(tmp_path: Path) -> None:
     process, worker = start(refused_worker, str(tmp_path / "store"))
     line = r"value_head.weight: torch.float32 \[2, 24\] in the worker's policy, torch.float32 \[1, 24\] in the trainer"
     with pytest.raises(LayoutMismatch, match=r"worker 1: (.|\n)*" + line):
-        CollectiveSender(full_layout(), store(tmp_path / "store"), 1)
+        CollectiveSender(full_layout(), join(tmp_path / "store", 1), 1)
     assert "value_head.bias" in receive(worker)
     process.join()
 
 
 def test_a_worker_that_does_not_come_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="worker 1 of 1 did not come to the weight sync"):
-        CollectiveSender(full_layout(), store(tmp_path / "store"), 1, deadline_s=0.5)
+        CollectiveSender(full_layout(), join(tmp_path / "store", 1), 1, deadline_s=0.5)
 
 
 @pytest.mark.faults
 def test_a_killed_worker_is_an_error_and_its_successor_pulls_before_it_acts(tmp_path: Path) -> None:
     policy, version = SyncedPolicy(), 1
     process, worker = start(pull_collective_once, str(tmp_path / "first"))
-    sender = CollectiveSender(full_layout(), store(tmp_path / "first"), 1, bucket_bytes=1000, deadline_s=60)
+    sender = CollectiveSender(full_layout(), join(tmp_path / "first", 1), 1, bucket_bytes=1000, deadline_s=60)
     sender.push(held_weights(policy).items(), version)
     assert receive(worker) == 1
     with pytest.raises(VersionError):
@@ -85,6 +79,6 @@ def test_a_killed_worker_is_an_error_and_its_successor_pulls_before_it_acts(tmp_
             version += 1
             sender.push(held_weights(policy).items(), version)
     _, successor = start(pull_collective_once, str(tmp_path / "second"))
-    again = CollectiveSender(full_layout(), store(tmp_path / "second"), 1)
+    again = CollectiveSender(full_layout(), join(tmp_path / "second", 1), 1)
     again.push(held_weights(policy).items(), version)
     assert receive(successor) == version

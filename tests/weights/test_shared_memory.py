@@ -38,7 +38,7 @@ def test_the_worker_holds_the_trainers_bits(world: World, mapped: bool, trainabl
     policy = SyncedPolicy().to(dtype)
     receiver = SharedMemoryReceiver(sender.address, policy, mapped)
     for version in (1, 2, 5):
-        change(engine.policy, version)
+        change(engine.policy, version)  # pyright: ignore[reportArgumentType]
         sender.push(synced_weights(engine), version)
         assert receiver.pull(policy) == receiver.pull(policy) == version
         wanted = {name: tensor.to(held_weights(policy)[name].dtype) for name, tensor in engine.named_weights()}
@@ -55,7 +55,7 @@ def test_in_place_and_shared_memory_are_interchangeable(world: World) -> None:
     sender, in_place = SharedMemorySender(engine_layout(engine)), InPlaceSync()
     one, two = SyncedPolicy(), SyncedPolicy()
     receiver = SharedMemoryReceiver(sender.address, one, mapped=True)
-    change(engine.policy, 1)
+    change(engine.policy, 1)  # pyright: ignore[reportArgumentType]
     sender.push(synced_weights(engine), 1)
     in_place.push(engine.named_weights(), 1)
     assert receiver.pull(one) == in_place.pull(two) == 1

@@ -49,6 +49,11 @@ def receive(connection: Connection, deadline_s: float = DEADLINE_S) -> Any:
     return connection.recv()
 
 
+def join(path: Path, workers: int) -> Any:
+    """The store of rank 0 and so many workers."""
+    return dist.FileStore(str(path), workers + 1)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def act(policy: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return policy.act(INPUT_BI)  # pyright: ignore[reportCallIssue]
@@ -123,11 +128,11 @@ def train_and_push(connection: Connection, rank: int, ranks: int, workers: int, 
     world = open_world("cpu", rank, ranks, folder / "trainer")
     engine = Engine(SyncedPolicy(), config, 1, world)
     layout = engine_layout(engine, cast)
-    store = dist.FileStore(str(folder / "weights"), workers + 1)  # pyright: ignore[reportPrivateImportUsage]
+    store = join(folder / "weights", workers)
     sync = CollectiveSender(layout, store, workers, bucket_bytes=1000) if world.leads else Follower()
     digests = []
     for version in (3, 4):
-        change(engine.policy, version)
+        change(engine.policy, version)  # pyright: ignore[reportArgumentType]
         pushed = {name: tensor.clone() for name, tensor in synced_weights(engine)}
         sync.push(synced_weights(engine), version)
         digests.append(weights_digest({entry.name: pushed[entry.name].to(entry.dtype) for entry in layout.synced}))
@@ -138,7 +143,7 @@ def train_and_push(connection: Connection, rank: int, ranks: int, workers: int, 
 def pull_collective(connection: Connection, worker: int, workers: int, folder: Path, cast: Any) -> None:
     """A worker: connect, pull twice; sends versions, digests of what was synced, and the digest of every weight at the end."""
     policy = SyncedPolicy().to(cast)
-    receiver = CollectiveReceiver(policy, dist.FileStore(str(folder / "weights"), workers + 1), worker, workers)
+    receiver = CollectiveReceiver(policy, join(folder / "weights", workers), worker, workers)
     rows = []
     for _ in range(2):
         version = receiver.pull(policy)
@@ -150,9 +155,9 @@ def pull_collective(connection: Connection, worker: int, workers: int, folder: P
 def pull_collective_once(connection: Connection, store_file: str) -> None:
     """A worker that pulls once and waits to be killed."""
     policy = SyncedPolicy()
-    receiver = CollectiveReceiver(policy, dist.FileStore(store_file, 2), 1, 1)
+    receiver = CollectiveReceiver(policy, join(Path(store_file), 1), 1, 1)
     connection.send(receiver.pull(policy))
-    receive(connection)
+    connection.poll(DEADLINE_S)
 
 
 def refused_worker(connection: Connection, store_file: str) -> None:
@@ -160,6 +165,6 @@ def refused_worker(connection: Connection, store_file: str) -> None:
     policy = SyncedPolicy()
     policy.value_head = nn.Linear(24, 2)
     try:
-        CollectiveReceiver(policy, dist.FileStore(store_file, 2), 1, 1)
+        CollectiveReceiver(policy, join(Path(store_file), 1), 1, 1)
     except RuntimeError as error:
         connection.send(str(error))

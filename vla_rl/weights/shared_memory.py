@@ -152,16 +152,12 @@ class SharedMemoryReceiver:
         if version < self.version:
             self._let_go(front)
             raise VersionError(f"the trainer offers version {version}, this worker acted with version {self.version}; versions must grow")
-        if not self._whole or version > self.version:
-            self._adopt(front)
-            self.version = version
-            if self._block.has_digests[front]:
-                close_gate(policy, f"version {version} did not arrive as it was sent")
-                self._compare(front)
-            self._whole = True
-            open_gate(policy)
-        if not self._mapped:
-            self._let_go(front)
+        try:
+            if not self._whole or version > self.version:
+                self._bring(front, version)
+        finally:
+            if not self._mapped:
+                self._let_go(front)
         return version
 
     def verify(self, policy: nn.Module) -> str:
@@ -200,8 +196,19 @@ class SharedMemoryReceiver:
             if front != self._held:
                 self._let_go(front)  # a push has finished in between: there are newer weights
 
+    def _bring(self, front: int, version: int) -> None:
+        """Make the front buffer the policy's weights, and let it act if they are what was sent."""
+        close_gate(self._policy, f"version {version} did not arrive as it was sent")
+        self._whole = False
+        self._adopt(front)
+        self.version = version
+        if self._block.has_digests[front]:
+            self._compare(front)
+        self._whole = True
+        open_gate(self._policy)
+
     def _adopt(self, front: int) -> None:
-        """Make the front buffer the policy's weights."""
+        """Map or copy the front buffer's tensors."""
         if self._mapped:
             for tensor, view in zip(self._tensors, self._block.tensors[front]):
                 tensor.data = view
