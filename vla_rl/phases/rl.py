@@ -9,6 +9,7 @@ crosses an update. Everything a step does depends on (recipe, step number), so t
 
 from __future__ import annotations
 
+import math
 import pickle
 import sys
 from collections import deque
@@ -107,8 +108,8 @@ def _train(rl: _Run, interrupt: Interrupt, log: MetricLog, progress: UpdateProgr
                 with span("evaluation"), interrupt.breaking():
                     values, rl.best = evaluate_and_keep_best(config, rl.run, rl.step, rl.best)
                     metrics |= values
-        report, numbers = step_report(spans.rows, rollout.seconds, rl.pool.num_envs)
-        log.write(rl.step, metrics | numbers)
+        report, numbers = step_report(spans.rows, rollout.seconds, rl.pool.num_envs, metrics["batch_fill"])
+        log.write(rl.step, {name: value for name, value in (metrics | numbers).items() if math.isfinite(value)})
         progress.advance(rl.step, f"success {metrics.get('success', float('nan')):.0%}")
         if config.show_progress:
             print(report, file=sys.stderr)
@@ -133,7 +134,7 @@ def rl_step(rl: _Run) -> tuple[dict[str, float], Rollout]:
             penalty_B = kl_penalty(learner, rows, reference) if reference is not None and algorithm.kl.place == "reward" else None
             wanted = advantages(episodes, rows, rollout.final_values, penalty_B, algorithm)
             targets = make_targets(learner, rows, wanted, reference, teacher)
-        if rl.config.gradient_noise_every and rl.step % rl.config.gradient_noise_every == 0:
+        if _measures_noise(rl):
             with span("gradient_noise"):
                 metrics |= _noise_metrics(learner, rl, targets)
         with span("update"):
@@ -155,6 +156,12 @@ def _fill_pending(rl: _Run) -> None:
         rollout = roll_out(step, rl.next_group, rl.scenes, rl.config.algorithm, rl.pool, rl.actor, rl.config.rollout_rows)
         rl.next_group = rollout.next_group
         rl.pending.append(rollout)
+
+
+def _measures_noise(rl: _Run) -> bool:
+    """Whether this step's gradient is measured; while the critic warms up, the policy's is 0."""
+    every = rl.config.gradient_noise_every
+    return every > 0 and rl.step % every == 0 and rl.config.algorithm.policy_coefficient(rl.step) > 0
 
 
 def _noise_metrics(learner: Learner, rl: _Run, targets: Any) -> dict[str, float]:

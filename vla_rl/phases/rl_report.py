@@ -9,12 +9,14 @@ from vla_rl.telemetry.spans import leaf_shares
 from vla_rl.telemetry.verdict import bottleneck
 
 
-def step_report(rows: Sequence[Mapping[str, Any]], seconds: Mapping[str, float], envs: int) -> tuple[str, dict[str, float]]:
+def step_report(
+    rows: Sequence[Mapping[str, Any]], seconds: Mapping[str, float], envs: int, batch_fill: float
+) -> tuple[str, dict[str, float]]:
     """(lines to print, numbers to log) from the spans of one step and the busy seconds of its rollout."""
     shares = leaf_shares(rows, "rl_step")
     step_s = sum(row["s"] for row in rows if row["name"] == "rl_step")
     parts = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-    verdict = bottleneck(shares, seconds, envs)
+    verdict = bottleneck(shares, seconds, envs, batch_fill)
     numbers = {f"time/{name}": share for name, share in shares.items()} | {"step_s": step_s}
     numbers |= {f"busy_s/{name}": value for name, value in seconds.items()}
     return f"rl: {step_s:.1f} s: {parts}\nrl: bottleneck: {verdict.name}: {verdict.reason}; {verdict.remedy}", numbers
