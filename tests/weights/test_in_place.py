@@ -25,7 +25,7 @@ def test_a_pull_gives_the_pushed_bits_whatever_the_trainer_does_meanwhile() -> N
     assert sync.pull(actor) == 0
     assert sync.verify(actor) == pushed
     sync.push(trainer.state_dict().items(), 7)
-    with pytest.raises(WeightSyncError, match="pull first"):
+    with pytest.raises(WeightSyncError, match="pull again"):
         sync.verify(actor)
     assert sync.pull(actor) == 7
     assert weights_digest(actor.state_dict()) == weights_digest(trainer.state_dict())
