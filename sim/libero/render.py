@@ -5,7 +5,7 @@ looked at (success or a preemption may end the chunk). So the poses a picture de
 microseconds), and pictures are drawn from the copy later.
 
 Drawing costs in proportion to the faces of the meshes, not to pixels, so the exact levers all leave faces out:
-runs of triangles outside the picture, the reflection pass where no reflection is seen, and, when the camera has not moved,
+meshes outside the picture, the reflection pass where no reflection is seen, and, when the camera has not moved,
 everything that touches no pixel that can have changed (`visibility.py` says why this is exact).
 """
 
@@ -20,7 +20,6 @@ import numpy as np
 from vla_rl.conventions import Orientation
 from vla_rl.episode import VIEW_AGENT, VIEW_WRIST
 from vla_rl.sim.libero import egl
-from vla_rl.sim.libero.mesh_lists import RUN, MeshLists
 from vla_rl.sim.libero.scene import Scene
 from vla_rl.sim.libero.visibility import Boxes, Camera, Mirror, boxes_of, covered, touching
 
@@ -79,8 +78,7 @@ class Renderer:
         shown = np.flatnonzero((self.options.geomgroup[model.geom_group] == 1) & (model.geom_type != PLANE)).tolist()
         self.boxes = boxes_of(model, shown)
         self.whole = self.boxes.merged()
-        self.mesh_boxes = {geom: self.boxes.geom_N == geom for geom in set(self.boxes.geom_N.tolist()) if model.geom_type[geom] == MESH}
-        self.lists = MeshLists(model, self.context, {int(model.geom_dataid[geom]) for geom in self.mesh_boxes})
+        self.faces = np.where(model.geom_type == MESH, model.mesh_facenum[np.maximum(model.geom_dataid, 0)], 0)
         self.drawn: dict[str, _Drawn] = {}
         self._pairs = [(getattr(self.snapshot_data, name), getattr(scene.data, name)) for name in POSES]
 
@@ -109,12 +107,10 @@ class Renderer:
     def draw_plain(self, view: str) -> np.ndarray:
         """uint8[H, W, 3]: as `draw`, with every geom and nothing reused; what `draw` must equal."""
         self._update(view)
-        self.lists.show_all()
         return self._render(self.reflections)
 
     def close(self) -> None:
         """Free the GPU's (or llvmpipe's) copy of meshes and textures."""
-        self.lists.close()
         self.context.free()
 
     def _update(self, view: str) -> None:
@@ -140,16 +136,11 @@ class Renderer:
                 drawn.picture[pixels] = self._render(reflect)[pixels]
 
     def _show_only(self, wanted_N: np.ndarray) -> None:
-        """Leave out the runs of meshes that are not wanted (bool[N], by box), and meshes of which nothing is."""
-        shown: dict[int, np.ndarray] = {}
-        for geom, boxes in self.mesh_boxes.items():
-            wanted, mesh = wanted_N[boxes], int(self.scene.model.geom_dataid[geom])
-            shown[mesh] = shown[mesh] | wanted if mesh in shown else wanted
-        for mesh, wanted in shown.items():
-            self.lists.show(mesh, wanted)
+        """Hide the meshes none of whose boxes is wanted (bool[N])."""
+        wanted = set(self.boxes.geom_N[wanted_N].tolist())
         for index in range(self.abstract.ngeom):
             geom = self.abstract.geoms[index]
-            if geom.type == MESH and geom.objtype == GEOM and not wanted_N[self.mesh_boxes[geom.objid]].any():
+            if geom.type == MESH and geom.objtype == GEOM and geom.objid not in wanted:
                 geom.type = HIDDEN
 
     def _render(self, reflect: bool) -> np.ndarray:
@@ -202,8 +193,9 @@ class Renderer:
         return stale | (reflected & face)
 
     def _cost(self, wanted_N: np.ndarray) -> int:
-        """Of drawing the wanted boxes once, in faces."""
-        return PASS_COST + RUN * int(wanted_N.sum()) if wanted_N.any() else 0
+        """Of drawing the geoms of the wanted boxes once, in faces."""
+        geoms = np.unique(self.boxes.geom_N[wanted_N])
+        return PASS_COST + int(self.faces[geoms].sum()) if len(geoms) else 0
 
     def _others(self, view: str, mirror: Mirror | None) -> np.ndarray:
         data, camera = self.snapshot_data, self.camera_ids[view]

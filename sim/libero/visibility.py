@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import mujoco
 import numpy as np
 
-from vla_rl.sim.libero.mesh_lists import run_bounds
-
 PADDING = 1.5
 """Pixels by which projections are grown: one for partly covered pixels, the rest for float32 rounding on the GPU."""
+
+RUN = 128
+"""Consecutive triangles of a mesh that share a box; meshes in file order are coherent enough that it is small."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,17 @@ def boxes_of(model: mujoco.MjModel, geoms: list[int]) -> Boxes:
 
 def _bounds(model: mujoco.MjModel, geom: int) -> tuple[np.ndarray, np.ndarray]:
     if model.geom_type[geom] == mujoco.mjtGeom.mjGEOM_MESH:
-        return run_bounds(model, int(model.geom_dataid[geom]))
+        return _run_bounds(model, int(model.geom_dataid[geom]))
     center, half = model.geom_aabb[geom, :3], model.geom_aabb[geom, 3:]
     return (center - half)[None], (center + half)[None]
+
+
+def _run_bounds(model: mujoco.MjModel, mesh: int) -> tuple[np.ndarray, np.ndarray]:
+    """float64[runs, 3] twice: lowest and highest corner of each run's vertices, in the mesh's frame."""
+    faces = model.mesh_face[model.mesh_faceadr[mesh] :][: model.mesh_facenum[mesh]]
+    triangles_F33 = model.mesh_vert[model.mesh_vertadr[mesh] :][faces].astype(np.float64)
+    starts = np.arange(0, len(triangles_F33), RUN)
+    return np.minimum.reduceat(triangles_F33.min(1), starts), np.maximum.reduceat(triangles_F33.max(1), starts)
 
 
 def covered(rectangles_N4: np.ndarray, resolution: int) -> np.ndarray:
