@@ -133,6 +133,11 @@ def test_failures_are_dropped_and_counted(reach_recipe: Recipe) -> None:
     assert first.complete and len(files(dropped)) == first.successes
 
 
+def heed_ctrl_c() -> None:
+    """A shell starts background jobs with Ctrl-C ignored, and children inherit that: as if a terminal had started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.faults
 def test_ctrl_c_and_sigkill_lose_nothing_that_was_finished(reach_recipe: Recipe, tmp_path: Path) -> None:
     """The real command with worker processes, interrupted twice in different ways, ends with the files of an undisturbed run."""
@@ -143,7 +148,7 @@ def test_ctrl_c_and_sigkill_lose_nothing_that_was_finished(reach_recipe: Recipe,
     recipe.write_text(yaml.safe_dump(to_plain(config)))
     command = [sys.executable, "-m", "vla_rl.cli", "collect", str(recipe)]
     for sign, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_ctrl_c)
         assert process.stderr is not None
         while "succeeded" not in process.stderr.readline():
             assert process.poll() is None, "it ended before it could be disturbed"
