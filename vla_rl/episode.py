@@ -197,8 +197,6 @@ class ActionChunk:
     """The critic's estimate at this observation."""
     weights_version: int = 0
     """Version of the weights that acted."""
-    forward_s: float = 0.0
-    """Wall time of the batched forward that made it (s)."""
     finished: bool = False
     """The actor has nothing more to do: the loop ends the episode after this chunk (empty chunks allowed)."""
 

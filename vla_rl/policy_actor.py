@@ -137,9 +137,8 @@ class PolicyActor:
             batch = self.policy.preprocess([row.observation for row in rows]).to(self._device)
             output = self.policy.act(batch, [row.seed for row in rows], self._exploration)
             actions_BCA = self.policy.postprocess(output.actions_BCA)
-        elapsed = time.perf_counter() - started
         self.forwards += 1
-        self.busy_s += elapsed
+        self.busy_s += time.perf_counter() - started
         horizon = self.policy.spec.executed_horizon
         return [
             ActionChunk(
@@ -147,7 +146,6 @@ class PolicyActor:
                 record=flow_record(output, row),
                 value=None if output.value_B is None else float(output.value_B[row]),
                 weights_version=self.weights_version,
-                forward_s=elapsed,
             )
             for row in range(len(requests))
         ]
