@@ -9,10 +9,11 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vla_rl.config import ConfigError, load_recipe, nearest_name
 from vla_rl.errors import UserError
+from vla_rl.process import end_process
 
 USAGE = """usage: vla-rl COMMAND ...
 
@@ -135,5 +136,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
+def run_process() -> NoReturn:
+    """The console script: run the command of the process's arguments and end the process with its status."""
+    end_process(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

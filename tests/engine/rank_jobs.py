@@ -15,6 +15,7 @@ from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine, EngineError
 from vla_rl.engine.tensors import full_tensor
 from vla_rl.engine.world import World, close_world, open_world
+from vla_rl.process import end_process
 
 DEADLINE_S = 540
 
@@ -41,6 +42,7 @@ def _rank(rank: int, size: int, folder: Path, job: Callable[..., Any], arguments
     result = job(world, *arguments)
     torch.save(result, folder / f"result_{rank}.pt")
     close_world()
+    end_process(0)
 
 
 def share(batch: Rows, world: World, micro_batches: int) -> list[Rows]:

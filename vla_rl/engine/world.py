@@ -88,7 +88,7 @@ def open_world(device: str = "auto", rank: int | None = None, size: int | None =
 
 
 def close_world() -> None:
-    """Leave the process group; may be called twice."""
+    """Leave the process group; may be called twice. A process that ends soon after must end by `vla_rl.process.end_process`."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
