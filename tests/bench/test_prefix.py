@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,10 @@ def test_flop_ratio_lies_between_one_and_the_number_of_steps(tiny: None) -> None
     assert 1.0 < prefix.flop_ratio(policy, batch) < PI0_PRESETS["tiny"].denoise_steps
 
 
+def report(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> int:
+    return prefix.report(pairs, Namespace(record=None))
+
+
 def pair(cached_s: float = 1.0, again_s: float = 9.0, prefix_s: float = 0.5, action: float = 0.0) -> tuple[dict[str, Any], dict[str, Any]]:
     """One pair of measurements with a FLOP ratio of 10."""
     common = {"prefix_s": prefix_s, "flop_ratio": 10.0, "actions": [0.0, 0.0]}
@@ -38,14 +43,14 @@ def pair(cached_s: float = 1.0, again_s: float = 9.0, prefix_s: float = 0.5, act
 
 
 def test_report_is_one_json_line_with_the_median_ratio(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prefix.report([pair(again_s=9.0), pair(again_s=8.5), pair(again_s=4.0)]) == 0
+    assert report([pair(again_s=9.0), pair(again_s=8.5), pair(again_s=4.0)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["name"], result["ratio"], result["bar"], result["fraction_of_limit"]) == ("prefix", 8.5, 8.0, 0.85)
-    assert prefix.report([pair(again_s=7.9)]) == 1
+    assert report([pair(again_s=7.9)]) == 1
 
 
 def test_unlike_actions_and_short_prefixes_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"actions that differ by 0\.1"):
-        prefix.report([pair(action=0.1)])
+        report([pair(action=0.1)])
     with pytest.raises(RuntimeError, match=r"the prefix takes 0\.05 s, less than 0\.1 s"):
-        prefix.report([pair(prefix_s=0.05)])
+        report([pair(prefix_s=0.05)])

@@ -1,7 +1,8 @@
-"""What the benchmarks share: fresh processes, interleaved pairs, medians, and the closing JSON line."""
+"""What the benchmarks share: their options, fresh processes, interleaved pairs, medians, the closing JSON line and the record."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -10,7 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vla_rl.eval.record import write_record
 from vla_rl.telemetry.environment import machine
+
+
+def benchmark_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of `vla-rl bench NAME`; `--record` is every benchmark's."""
+    parser = argparse.ArgumentParser(prog=f"vla-rl bench {name}", description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--record", metavar="RECORD", help="also write the result to docs/results/RECORD")
+    return parser
 
 
 def median_iqr(values: Sequence[float]) -> tuple[float, float, float]:
@@ -35,18 +44,27 @@ def run_fresh(module: str, *arguments: str, threads: int = 1, timeout_s: float =
     return json.loads(lines[-1])
 
 
-def finish(name: str, ratio: float, bar: float, fraction_of_limit: float | None, rows: Sequence[Mapping[str, Any]]) -> int:
-    """Print the closing JSON line of a benchmark; exit status 0 if the bar is reached, else 1.
+def _option(name: str, value: Any) -> str:
+    """An option as it is typed; nothing for one that was not given."""
+    values = value if isinstance(value, list) else [value]
+    return "" if value is None else f"--{name.replace('_', '-')} {' '.join(map(str, values))}"
 
-    `ratio` is the smallest over the measured cases, so that it can be held against the bar.
+
+def finish(
+    name: str, ratio: float, bar: float, fraction_of_limit: float | None, rows: Sequence[Mapping[str, Any]], options: argparse.Namespace
+) -> int:
+    """Print the closing JSON line of a benchmark, write its record if asked to; exit status 0 if the bar is reached, else 1.
+
+    `ratio` is the smallest over the measured cases, so that it can be held against the bar. A record keeps a bar that was missed.
     """
-    result = {
-        "name": name,
+    measured = {
         "ratio": round(ratio, 4),
-        "bar": bar,
         "fraction_of_limit": None if fraction_of_limit is None else round(fraction_of_limit, 4),
         "rows": list(rows),
-        "machine": machine(),
     }
-    print(json.dumps(result), flush=True)
+    if options.record is not None:
+        given = {option: value for option, value in vars(options).items() if option != "record"}
+        command = " ".join([f"vla-rl bench {name} --record {options.record}", *filter(None, (_option(*pair) for pair in given.items()))])
+        print(write_record(options.record, command, given, measured, {"ratio": bar}), file=sys.stderr)
+    print(json.dumps({"name": name, "bar": bar, **measured, "machine": machine()}), flush=True)
     return 0 if ratio >= bar else 1

@@ -10,7 +10,6 @@ action, rewards, success, and every picture that is looked at (both views at chu
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_rl.bench.common import finish, run_fresh
+from vla_rl.bench.common import benchmark_parser, finish, run_fresh
 from vla_rl.bench.libero import CHUNK, play_others, travelling_actions
 from vla_rl.conventions import Orientation
 from vla_rl.episode import VIEWS, EpisodeSpec, Observation, StepProtocol
@@ -53,7 +52,7 @@ LOOK = Look(views=VIEWS, privileged=True, record_every=RECORD_EVERY, record_stat
 
 def main(arguments: Sequence[str]) -> int:
     """Run the matrix, print a line per episode and the closing JSON line; 0 if nothing differs."""
-    parser = argparse.ArgumentParser(prog="vla-rl bench exactness", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = benchmark_parser("exactness", __doc__)
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases to run")
     options = parser.parse_args(arguments)
     if not 1 <= options.cases <= len(CASES):
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{suite} {task} {row['init']} {row['actor']}: {row['steps']} steps, {row['pictures']} pictures, {verdict}", flush=True)
             rows.append(row)
     equal = all(not row["differences"] for row in rows)
-    return finish("exactness", float(equal), 1.0, None, rows)
+    return finish("exactness", float(equal), 1.0, None, rows, options)
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from vla_rl.bench.common import finish, median_iqr, run_fresh
+from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
 from vla_rl.episode import ACTION_DIM, STATE_DIM, VIEWS, Observation
 from vla_rl.policies.base import Batch
 from vla_rl.policies.factory import make_policy, policy_spec
@@ -46,17 +46,17 @@ CONFIG = Pi0Config(
 
 def main(argv: list[str]) -> int:
     """Run the pairs; prints the closing JSON line and returns 0 when the bar is reached."""
-    parser = argparse.ArgumentParser(prog="vla-rl bench prefix", description=__doc__)
+    parser = benchmark_parser("prefix", __doc__)
     parser.add_argument("--pairs", type=int, default=7, help="interleaved pairs of fresh processes, at least 1")
     parser.add_argument("--once", choices=("cached", "encoded_again"), help="(used by the benchmark itself) one measurement")
     arguments = parser.parse_args(argv)
     if arguments.once:
         print(json.dumps(measure(arguments.once)))
         return 0
-    return report([(_child("cached"), _child("encoded_again")) for _ in range(arguments.pairs)])
+    return report([(_child("cached"), _child("encoded_again")) for _ in range(arguments.pairs)], arguments)
 
 
-def report(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> int:
+def report(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], options: argparse.Namespace) -> int:
     """Hold the median ratio of the pairs against the bar. Raises RuntimeError when both ways do not give the same actions."""
     for cached, again in pairs:
         difference = float(np.abs(np.array(cached["actions"]) - np.array(again["actions"])).max())
@@ -78,7 +78,7 @@ def report(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> int:
         "encoded_again_chunk_s": median_iqr([again["chunk_s"] for _, again in pairs])[0],
         "pairs": len(pairs),
     }
-    return finish("prefix", ratio, round(BAR * limit, 4), ratio / limit, [row])
+    return finish("prefix", ratio, round(BAR * limit, 4), ratio / limit, [row], options)
 
 
 def measure(way: str) -> dict[str, Any]:

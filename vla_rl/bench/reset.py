@@ -10,7 +10,6 @@ Limit: ten settle steps of our physics and one pair of pictures, probed in the p
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_rl.bench.common import finish, median_iqr, run_fresh
+from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
 from vla_rl.bench.libero import CHUNK, cpu_seconds, digest, load, play_others, published, travelling_actions
 from vla_rl.conventions import Orientation
 from vla_rl.episode import VIEWS
@@ -37,13 +36,13 @@ PROBE_STEPS = 40
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, print its table and closing JSON line; 0 if the bar is reached and everything was equal."""
-    parser = argparse.ArgumentParser(prog="vla-rl bench reset", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = benchmark_parser("reset", __doc__)
     parser.add_argument("--pairs", type=int, default=7, help="pairs of fresh processes per task")
     options = parser.parse_args(arguments)
     if options.pairs < 1:
         parser.error(f"--pairs must be at least 1, got {options.pairs}")
     rows = [_row(suite, task, options.pairs) for suite, task in TASKS]
-    return finish("reset", min(row["ratio"] for row in rows), BAR, min(row["fraction_of_limit"] for row in rows), rows)
+    return finish("reset", min(row["ratio"] for row in rows), BAR, min(row["fraction_of_limit"] for row in rows), rows, options)
 
 
 def _row(suite: str, task: int, pairs: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ that measures ours. `pictures_only_limit` is what skipping pictures alone could 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_rl.bench.common import finish, median_iqr, run_fresh
+from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
 from vla_rl.bench.libero import CHUNK, cpu_seconds, digest, load, play_others, published, travelling_actions
 from vla_rl.conventions import Orientation
 from vla_rl.episode import VIEWS
@@ -37,7 +36,7 @@ STATE = 3
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, print its table and closing JSON line; 0 if the bar is reached and everything was equal."""
-    parser = argparse.ArgumentParser(prog="vla-rl bench sim", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = benchmark_parser("sim", __doc__)
     parser.add_argument("--suites", nargs="+", default=list(SUITES), help="suites, task 0 of each")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of fresh processes per suite")
     parser.add_argument("--steps", type=int, default=64, help="control steps per measurement, a multiple of 8")
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--pairs must be at least 1 and --steps a multiple of {CHUNK}, got {options.pairs} and {options.steps}")
     rows = [_row(suite, options.pairs, options.steps) for suite in options.suites]
     fraction = min(row["fraction_of_limit"] for row in rows)
-    return finish("sim", min(row["ratio"] for row in rows), BAR, fraction, rows)
+    return finish("sim", min(row["ratio"] for row in rows), BAR, fraction, rows, options)
 
 
 def _row(suite: str, pairs: int, steps: int) -> dict[str, Any]:

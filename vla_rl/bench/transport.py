@@ -13,7 +13,6 @@ of a one-byte round trip; both are probed in the process that measures ours, and
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from vla_rl.bench.common import finish, median_iqr, run_fresh
+from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
 from vla_rl.bench.zero_cost import RESOLUTION, Frames, ZeroCostEnv, ZeroCostGymnasium
 from vla_rl.episode import ACTION_DIM, VIEWS, ActionChunk, EpisodeSpec
 from vla_rl.sim.base import EnvConfig, EnvFault, EnvReply, Look
@@ -43,7 +42,7 @@ DEADLINE_S = 60.0
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, print its table and closing JSON line; 0 if both bars are reached."""
-    parser = argparse.ArgumentParser(prog="vla-rl bench transport", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = benchmark_parser("transport", __doc__)
     parser.add_argument("--envs", type=int, nargs="+", default=[2, 4, 8], help="numbers of envs")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each system and number of envs")
     parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement")
@@ -53,9 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     for peer, bar in (("gymnasium", BAR_GYMNASIUM), ("pickled", BAR_PICKLED)):
         print(f"smallest ratio to {peer}: {slowest[peer]:.2f} (bar {bar:g})", flush=True)
     fraction = min(row["fraction_of_limit"] for row in rows)
-    status = finish(
-        "transport", slowest["gymnasium"], BAR_GYMNASIUM, fraction, [*rows, {"pickled": slowest["pickled"], "bar": BAR_PICKLED}]
-    )
+    pickled = {"pickled": slowest["pickled"], "bar": BAR_PICKLED}
+    status = finish("transport", slowest["gymnasium"], BAR_GYMNASIUM, fraction, [*rows, pickled], options)
     return status if slowest["pickled"] >= BAR_PICKLED else 1
 
 

@@ -10,7 +10,6 @@ Limit: one memory copy of the same tensors, into memory that is mapped already, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vla_rl.bench.common import finish, median_iqr, run_fresh
+from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine
 from vla_rl.engine.tensors import local_tensor
@@ -65,7 +64,7 @@ class Blocks(nn.Module):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark, print its table and closing JSON line; 0 if both bars are reached."""
-    parser = argparse.ArgumentParser(prog="vla-rl bench weights", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = benchmark_parser("weights", __doc__)
     parser.add_argument("--mebibytes", type=int, nargs="+", default=[256, 1024], help="sizes of the model")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each system and size")
     options = parser.parse_args(arguments)
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     fraction = min(row["fraction_of_limit"]["median"] for row in rows)
     print(f"smallest ratio to torch.save and load: {ratio:.1f} (bar {BAR_FILE:g})", flush=True)
     print(f"smallest fraction of one memory copy: {fraction:.2f} (bar {BAR_LIMIT:g})", flush=True)
-    status = finish("weights", ratio, BAR_FILE, fraction, [*rows, {"fraction_of_limit": fraction, "bar": BAR_LIMIT}])
+    status = finish("weights", ratio, BAR_FILE, fraction, [*rows, {"fraction_of_limit": fraction, "bar": BAR_LIMIT}], options)
     return status if fraction >= BAR_LIMIT else 1
 
 
