@@ -29,8 +29,7 @@ from vla_rl.errors import UserError
 from vla_rl.policies.base import PolicySpec
 from vla_rl.policies.factory import family, make_policy
 from vla_rl.policies.lerobot_files import TOKENIZER_FOLDER, read_statistics, write_lerobot_files
-from vla_rl.policies.pi0.policy import Pi0Policy
-from vla_rl.policies.pi0.published import own_name, published_weights, to_published
+from vla_rl.policies.module import PolicyModule
 from vla_rl.telemetry.files import fsync, write_json
 
 WEIGHTS_FILE = "model.safetensors"
@@ -43,21 +42,21 @@ class CheckpointError(UserError):
     """A checkpoint that is absent, damaged, or of another policy."""
 
 
-def save_policy(policy: Pi0Policy, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_policy(policy: PolicyModule, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write the policy's folder; a reader sees the old folder or the whole new one.
 
     `weights` replaces the policy's own (full, gathered tensors by our names, for a policy that is sharded).
     """
     own = dict(policy.state_dict() if weights is None else weights)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in published_weights(own).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in policy.published_weights(own).items()}
     with atomic_folder(folder) as temporary:
-        write_lerobot_files(temporary, policy.config, policy.spec, policy.processor.statistics)
+        write_lerobot_files(temporary, policy)
         shutil.copytree(policy.processor.tokenizer.folder, temporary / TOKENIZER_FOLDER)
         write_json(temporary / OWN_FILE, _own_fields(policy))
         save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def load_policy(folder: str | Path, device: torch.device | str = "cpu") -> Pi0Policy:
+def load_policy(folder: str | Path, device: torch.device | str = "cpu") -> PolicyModule:
     """The policy in `folder`, in evaluation mode. Raises CheckpointError listing everything that is wrong."""
     folder = Path(folder)
     own = _read_own(folder)
@@ -75,7 +74,7 @@ def load_policy(folder: str | Path, device: torch.device | str = "cpu") -> Pi0Po
     return policy.to(device).eval()
 
 
-def load_weights(policy: Pi0Policy, path: str | Path) -> None:
+def load_weights(policy: PolicyModule, path: str | Path) -> None:
     """Load a `model.safetensors` (ours, LeRobot's or openpi's names) into a policy, strictly.
 
     Raises CheckpointError that lists missing, surplus and mis-shaped tensors; the policy is then unchanged.
@@ -83,7 +82,7 @@ def load_weights(policy: Pi0Policy, path: str | Path) -> None:
     path = Path(path)
     shapes = _shapes(path)
     names = frozenset(shapes)
-    own_names = {name: own for name in shapes if (own := own_name(name, names)) is not None}
+    own_names = {name: own for name in shapes if (own := policy.own_name(name, names)) is not None}
     _require_equal(path, policy, {own: shapes[name] for name, own in own_names.items()})
     tensors = load_file(path)
     dtypes = {name: tensor.dtype for name, tensor in policy.state_dict().items()}
@@ -113,7 +112,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _own_fields(policy: Pi0Policy) -> dict[str, Any]:
+def _own_fields(policy: PolicyModule) -> dict[str, Any]:
     spec = asdict(policy.spec) | {"conventions": policy.spec.conventions.to_dict()}
     return {
         "family": policy.config.family,
@@ -158,13 +157,13 @@ def _shapes(path: Path) -> dict[str, list[int]]:
         raise CheckpointError(f"{path} cannot be read ({error}); the file is damaged or truncated, restore the checkpoint") from error
 
 
-def _require_equal(path: Path, policy: Pi0Policy, found: Mapping[str, list[int]]) -> None:
+def _require_equal(path: Path, policy: PolicyModule, found: Mapping[str, list[int]]) -> None:
     expected = {name: list(tensor.shape) for name, tensor in policy.state_dict().items()}
     problems = {
-        "missing": [to_published(name) for name in sorted(expected.keys() - found.keys())],
-        "surplus": [to_published(name) for name in sorted(found.keys() - expected.keys())],
+        "missing": [policy.published_name(name) for name in sorted(expected.keys() - found.keys())],
+        "surplus": [policy.published_name(name) for name in sorted(found.keys() - expected.keys())],
         "wrong shape": [
-            f"{to_published(name)}: expected {expected[name]}, got {found[name]}"
+            f"{policy.published_name(name)}: expected {expected[name]}, got {found[name]}"
             for name in sorted(expected.keys() & found.keys())
             if expected[name] != found[name]
         ],

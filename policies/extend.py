@@ -7,14 +7,14 @@ from dataclasses import replace
 from vla_rl.config import ConfigError
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.factory import make_policy
+from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.noise_head import NoiseHeadConfig
-from vla_rl.policies.pi0.policy import Pi0Policy
 
 HEADS = ("critic.", "noise_head.")
 """Prefixes of the names of the heads' weights."""
 
 
-def extend_policy(policy: Pi0Policy, critic: CriticConfig | None, noise_head: NoiseHeadConfig | None, seed: int) -> Pi0Policy:
+def extend_policy(policy: PolicyModule, critic: CriticConfig | None, noise_head: NoiseHeadConfig | None, seed: int) -> PolicyModule:
     """A policy with the weights of `policy` and the heads asked for; new heads get random weights from `seed`, others keep theirs.
 
     A head that `policy` has and nobody asked for is left out. Raises ConfigError where it has a head of another config.

@@ -1,6 +1,7 @@
 """Policies by family name: from a recipe's config to a policy.
 
-A family is a config dataclass with a `family` field and a builder; `FAMILIES` is the one place that lists them.
+A family is a config dataclass with a `family` tag and a builder; `FAMILIES` is the one place that lists them, and recipes
+(`policy: {family: pi0, ...}`), checkpoints and `make_policy` all find a family by its tag.
 """
 
 from __future__ import annotations
@@ -14,28 +15,29 @@ from vla_rl.config import ConfigError, nearest_name
 from vla_rl.conventions import Conventions
 from vla_rl.episode import VIEWS
 from vla_rl.policies.base import PolicySpec
+from vla_rl.policies.module import FamilyConfig, PolicyModule
 from vla_rl.policies.pi0.config import Pi0Config
-from vla_rl.policies.pi0.policy import Pi0Policy, build_pi0
+from vla_rl.policies.pi0.policy import build_pi0
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import SHIPPED_TOKENIZER, PromptTokenizer
 
 PolicyConfig = Pi0Config
 """What a recipe's `policy` may be: a union of the families' configs, told apart by `family`."""
-Builder = Callable[[Any, Statistics, PolicySpec, PromptTokenizer], Pi0Policy]
+Builder = Callable[[Any, Statistics, PolicySpec, PromptTokenizer], PolicyModule]
 FAMILIES: dict[str, tuple[type[PolicyConfig], Builder]] = {"pi0": (Pi0Config, build_pi0), "pi05": (Pi0Config, build_pi0)}
 """Family name -> its config class and its builder."""
 
 
 def policy_spec(
-    config: PolicyConfig, resolution: int, conventions: Conventions | None = None, views: tuple[str, ...] = VIEWS
+    config: FamilyConfig, resolution: int, conventions: Conventions | None = None, views: tuple[str, ...] = VIEWS
 ) -> PolicySpec:
     """The spec of a policy with this config, trained on observations rendered at `resolution` pixels."""
     return PolicySpec(config.chunk_length, config.executed_horizon, views, resolution, conventions or Conventions())
 
 
 def make_policy(
-    config: PolicyConfig, statistics: Statistics, spec: PolicySpec, seed: int = 0, tokenizer_folder: str | None = None
-) -> Pi0Policy:
+    config: FamilyConfig, statistics: Statistics, spec: PolicySpec, seed: int = 0, tokenizer_folder: str | None = None
+) -> PolicyModule:
     """A policy with random weights that depend on `seed` alone; the global random state is left as it was.
 
     `tokenizer_folder` replaces the config's tokenizer (a checkpoint brings its own). Under `torch.device("meta")` nothing

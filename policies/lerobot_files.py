@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from vla_rl.episode import ACTION_DIM, STATE_DIM
 from vla_rl.policies.base import PolicySpec
-from vla_rl.policies.pi0.config import Pi0Config
+from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.processor import IMAGES, Normalization
 from vla_rl.policies.statistics import ACTION, STATE, Statistics, StatisticsError
 from vla_rl.telemetry.files import write_json
@@ -25,18 +25,20 @@ _PREPROCESSOR, _POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 _NORM_MODE = {Normalization.MEAN_STD: "MEAN_STD", Normalization.MIN_MAX: "MIN_MAX", Normalization.QUANTILES: "QUANTILES"}
 
 
-def write_lerobot_files(folder: Path, config: Pi0Config, spec: PolicySpec, statistics: Statistics) -> None:
+def write_lerobot_files(folder: Path, policy: PolicyModule) -> None:
     """Write config.json, both processor files and their statistics."""
-    write_json(folder / "config.json", _config_fields(config, spec))
-    before, normalize = _preprocessor_steps(config, spec)
+    mode = _NORM_MODE[policy.config.normalization]
+    norm_map = {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}
+    write_json(folder / "config.json", _config_fields(policy, norm_map))
+    before, normalize = _preprocessor_steps(policy, norm_map)
     index = next(i for i, step in enumerate(before) if step is normalize)
     normalize["state_file"] = f"{_PREPROCESSOR}_step_{index}_normalizer_processor.safetensors"
-    unnormalize = _step("unnormalizer_processor", eps=1e-8, features=_outputs(), norm_map=_norm_map(config))
+    unnormalize = _step("unnormalizer_processor", eps=1e-8, features=_outputs(), norm_map=norm_map)
     unnormalize["state_file"] = f"{_POSTPROCESSOR}_step_0_unnormalizer_processor.safetensors"
     write_json(folder / f"{_PREPROCESSOR}.json", {"name": _PREPROCESSOR, "steps": before})
     write_json(folder / f"{_POSTPROCESSOR}.json", {"name": _POSTPROCESSOR, "steps": [unnormalize, _device_step()]})
     for step in (normalize, unnormalize):
-        save_file(_statistics_tensors(statistics), folder / step["state_file"])
+        save_file(_statistics_tensors(policy.processor.statistics), folder / step["state_file"])
 
 
 def read_statistics(folder: Path) -> Statistics:
@@ -55,32 +57,26 @@ def read_statistics(folder: Path) -> Statistics:
     return Statistics.from_dict(values)
 
 
-def _config_fields(config: Pi0Config, spec: PolicySpec) -> dict[str, Any]:
-    return {
-        "type": config.family,
+def _config_fields(policy: PolicyModule, norm_map: dict[str, str]) -> dict[str, Any]:
+    common = {
+        "type": policy.config.family,
         "n_obs_steps": 1,
-        "input_features": _inputs(spec),
+        "input_features": _inputs(policy.spec),
         "output_features": _outputs(),
-        "chunk_size": config.chunk_length,
-        "n_action_steps": config.executed_horizon,
-        "max_state_dim": config.model_state_dim,
-        "max_action_dim": config.model_action_dim,
-        "num_inference_steps": config.denoise_steps,
-        "min_period": config.time_min_period,
-        "max_period": config.time_max_period,
-        "image_resolution": [config.vision.image_size] * 2,
-        "normalization_mapping": _norm_map(config),
-        "tokenizer_max_length": config.prompt_tokens,
+        "chunk_size": policy.config.chunk_length,
+        "n_action_steps": policy.config.executed_horizon,
+        "normalization_mapping": norm_map,
         "push_to_hub": False,
     }
+    return common | policy.lerobot_fields()
 
 
-def _preprocessor_steps(config: Pi0Config, spec: PolicySpec) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _preprocessor_steps(policy: PolicyModule, norm_map: dict[str, str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All steps in LeRobot's order for the family, and the normaliser among them."""
-    normalize = _step("normalizer_processor", eps=1e-8, features=_inputs(spec) | _outputs(), norm_map=_norm_map(config))
+    normalize = _step("normalizer_processor", eps=1e-8, features=_inputs(policy.spec) | _outputs(), norm_map=norm_map)
     tokenize = _step(
         "tokenizer_processor",
-        max_length=config.prompt_tokens,
+        max_length=policy.config.prompt_tokens,
         task_key="task",
         padding_side="right",
         padding="max_length",
@@ -88,11 +84,7 @@ def _preprocessor_steps(config: Pi0Config, spec: PolicySpec) -> tuple[list[dict[
         tokenizer_name=TOKENIZER_FOLDER,
     )
     start = [_step("rename_observations_processor", rename_map={}), _step("to_batch_processor")]
-    if config.family == "pi05":
-        middle = [normalize, _step("pi05_prepare_state_tokenizer_processor_step"), tokenize, _device_step()]
-    else:
-        middle = [_step("pi0_new_line_processor"), tokenize, _device_step(), normalize]
-    return start + middle, normalize
+    return start + policy.lerobot_steps(normalize, tokenize, _device_step()), normalize
 
 
 def _step(name: str, **settings: Any) -> dict[str, Any]:
@@ -110,11 +102,6 @@ def _inputs(spec: PolicySpec) -> dict[str, Any]:
 
 def _outputs() -> dict[str, Any]:
     return {ACTION: {"type": "ACTION", "shape": [ACTION_DIM]}}
-
-
-def _norm_map(config: Pi0Config) -> dict[str, str]:
-    mode = _NORM_MODE[config.normalization]
-    return {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}
 
 
 def _statistics_tensors(statistics: Statistics) -> dict[str, torch.Tensor]:

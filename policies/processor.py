@@ -6,7 +6,7 @@ L prompt tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -56,8 +56,8 @@ class ProcessorConfig:
     """Pad an image that is not square (keeps proportions), or stretch it."""
     normalization: Normalization
     """Of state and actions."""
-    state_in_prompt: bool
-    """Write the normalised state into the prompt (pi0.5), or leave the prompt alone (pi0)."""
+    write_prompt: Callable[[str, np.ndarray], str]
+    """The text to tokenize, from the prompt and the normalised state float32[8]: `prompt_line`, `prompt_with_state`, ..."""
     model_state_dim: int
     """State dimensions of the model, at least 8; the rest is zeros."""
     model_action_dim: int
@@ -137,12 +137,8 @@ class Processor:
         return resize(images, size, self.config.pad_images)
 
     def _tokens(self, prompts: list[str], state_BS: Tensor) -> tuple[Tensor, Tensor]:
-        if self.config.state_in_prompt:
-            prompts = [prompt_with_state(prompt, state.numpy()) for prompt, state in zip(prompts, state_BS)]
-        else:
-            prompts = [prompt if prompt.endswith("\n") else prompt + "\n" for prompt in prompts]
         try:
-            return self.tokenizer(prompts)
+            return self.tokenizer([self.config.write_prompt(prompt, state.numpy()) for prompt, state in zip(prompts, state_BS)])
         except TokenizerError as error:
             raise ProcessorError(f"task: {error}") from error
 
@@ -175,6 +171,11 @@ def resize(images: Tensor, size: int, pad: bool) -> Tensor:
     values = F.interpolate(values, inner, mode="bilinear", align_corners=False)
     top, left = (size - inner[0]) // 2, (size - inner[1]) // 2
     return F.pad(values, (left, size - inner[1] - left, top, size - inner[0] - top), value=-1.0)
+
+
+def prompt_line(prompt: str, state_S: np.ndarray) -> str:
+    """pi0's prompt: the task and one line break (openpi `PaligemmaTokenizer.tokenize`)."""
+    return prompt if prompt.endswith("\n") else prompt + "\n"
 
 
 def prompt_with_state(prompt: str, state_S: np.ndarray) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vla_rl.policies.base import Batch
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.policies.pi0.gemma import KeyValue, Transformer, rotary_angles
 from vla_rl.policies.pi0.vision import VisionTower
@@ -50,6 +51,7 @@ class Pi0Model(nn.Module):
     def __init__(self, config: Pi0Config, views: int) -> None:
         super().__init__()
         self.config = config
+        self.prefix_width, self.suffix_width = config.language.width, config.expert.width
         width = config.expert.width
         self.vision = VisionTower(config.vision, views)
         self.projector = nn.Linear(config.vision.width, config.language.width)
@@ -76,6 +78,10 @@ class Pi0Model(nn.Module):
                 nn.init.normal_(module.weight, std=gain * module.in_features**-0.5)
         nn.init.zeros_(self.action_out_proj.weight)
         nn.init.zeros_(self.action_out_proj.bias)
+
+    def encode(self, batch: Batch) -> Prefix:
+        """The prefix of a batch, see `FlowNetwork.encode`."""
+        return self.encode_prefix(batch.images_BVCHW, batch.tokens_BL, batch.token_mask_BL)
 
     def encode_prefix(self, images_BVCHW: Tensor, tokens_BL: Tensor, token_mask_BL: Tensor) -> Prefix:
         """Run vision tower and language model over images and prompt; once per chunk."""

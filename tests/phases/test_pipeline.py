@@ -26,7 +26,7 @@ phases:
     recipe:
       run_dir: "{run_dir}/sft"
       data: {paths: ["{run_dir}/demonstrations"], validation_fraction: 0}
-      policy: {prompt_tokens: 16, language: {depth: 1}, expert: {depth: 1}}
+      policy: {family: pi0, prompt_tokens: 16, language: {depth: 1}, expert: {depth: 1}}
       updates: 3
       global_batch_size: 4
       micro_batch_size_per_rank: 4

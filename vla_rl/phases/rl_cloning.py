@@ -9,7 +9,7 @@ from vla_rl.datasets.loader import TrainLoader, open_datasets
 from vla_rl.datasets.samples import SampleBatch
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.sft import noise_seeds
-from vla_rl.policies.pi0.policy import Pi0Policy
+from vla_rl.policies.module import PolicyModule
 
 
 class CloningStream:
@@ -32,7 +32,7 @@ class CloningStream:
         self._loader.load_state_dict(state)
 
 
-def open_cloning(config: RlConfig, policy: Pi0Policy) -> CloningStream:
+def open_cloning(config: RlConfig, policy: PolicyModule) -> CloningStream:
     """The stream of a recipe. The policy keeps its own statistics. Raises ConfigError for pictures of another size than it was made for."""
     assert config.demonstrations is not None, "called where there are some"
     dataset, _ = open_datasets(config.demonstrations)

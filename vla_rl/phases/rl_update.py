@@ -27,7 +27,7 @@ from vla_rl.phases.rl_batches import Advantages, TrainingRows
 from vla_rl.phases.rl_loss import MicroBatch, Targets, row_loss
 from vla_rl.policies.base import LossSums, ScoredTransitions
 from vla_rl.policies.flow_stochastic import Exploration
-from vla_rl.policies.pi0.policy import Pi0Policy
+from vla_rl.policies.module import PolicyModule
 
 CRITIC = "critic."
 """Prefix of the critic's parameters, which have a learning rate of their own."""
@@ -55,15 +55,15 @@ class Learner:
     seed: int
     rollout_rows: int
     """Rows of the rollout's forward pass: where micro-batches have the same number, log-ratios of fresh data are exactly 0."""
-    reference: Pi0Policy | None
+    reference: PolicyModule | None
     """The weights that the run started from, for KL."""
-    teacher: Pi0Policy | None
+    teacher: PolicyModule | None
     """For distillation."""
     next_samples: NextSamples | None
     """For cloning."""
 
     @property
-    def policy(self) -> Pi0Policy:
+    def policy(self) -> PolicyModule:
         """The policy that learns (sharded: enter it through its entry points)."""
         return self.engine.policy  # type: ignore[return-value]
 
@@ -74,7 +74,7 @@ class Learner:
         return {CRITIC: rate, "": self.algorithm.policy_coefficient(step)}
 
 
-def score(learner: Learner, rows: TrainingRows, policy: Pi0Policy | None) -> Scores:
+def score(learner: Learner, rows: TrainingRows, policy: PolicyModule | None) -> Scores:
     """Log-probabilities and velocities of all rows under `policy`, or under the learner's own weights where it is None."""
     outputs: list[ScoredTransitions] = []
     for index_W in torch.arange(len(rows)).split(learner.algorithm.micro_batch_size_per_rank):
@@ -190,7 +190,7 @@ def _gradient(learner: Learner, targets: Targets, row_B: Tensor, step: int, gaps
     row_SW, real_SW = dealt.row_RSW[engine.world.rank], dealt.real_RSW[engine.world.rank]
     micro_batches = [MicroBatch.of(targets, index_W, real_W) for index_W, real_W in zip(row_SW, real_SW)]
 
-    def loss(policy: Pi0Policy, micro: MicroBatch) -> LossSums:
+    def loss(policy: PolicyModule, micro: MicroBatch) -> LossSums:
         batch = policy.preprocess([targets.rows.observations[row] for row in micro.index_W.tolist()])
         scored = policy.log_prob(batch, micro.record.to(engine.world.device), learner.exploration)
         gaps.append(log_prob_gap(scored.log_prob_BC.cpu(), micro.behaviour_WC, micro.mask_WC))
@@ -211,7 +211,7 @@ def _clone(learner: Learner, kl: float) -> dict[str, float]:
     size = learner.algorithm.micro_batch_size_per_rank
     parts = [slice(start, start + size) for start in range(0, len(seeds), size)]
 
-    def loss(policy: Pi0Policy, part: slice) -> LossSums:
+    def loss(policy: PolicyModule, part: slice) -> LossSums:
         batch = policy.preprocess(samples.observations[part], samples.actions_BCA[part], samples.action_mask_BC[part])
         sums = policy.sft_loss(batch, seeds[part])
         return LossSums(weight * sums.loss_sum, sums.count, {})

@@ -34,8 +34,8 @@ from vla_rl.phases.progress import UpdateProgress
 from vla_rl.policies.base import Batch, LossSums
 from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.factory import PolicyConfig, make_policy, policy_spec
+from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.pi0.config import Pi0Config
-from vla_rl.policies.pi0.policy import Pi0Policy
 from vla_rl.telemetry.files import read_jsonl
 from vla_rl.telemetry.run_directory import RunDirectory
 from vla_rl.telemetry.spans import close_span_log, leaf_shares, open_span_log, span
@@ -102,7 +102,7 @@ class _Training:
     config: SftConfig
     world: World
     run: RunDirectory
-    policy: Pi0Policy
+    policy: PolicyModule
     engine: Engine
     loader: TrainLoader
     validation: EpisodeDataset | None
@@ -179,7 +179,7 @@ def _prepare(config: SftConfig) -> _Training:
     return training
 
 
-def _make_policy(config: SftConfig, dataset: EpisodeDataset) -> Pi0Policy:
+def _make_policy(config: SftConfig, dataset: EpisodeDataset) -> PolicyModule:
     """Statistics are fixed here, once: the dataset's, or those that the initial policy was trained with."""
     if config.initial_policy is not None:
         return load_policy(config.initial_policy)
@@ -234,7 +234,7 @@ def noise_seeds(seed: int, stream: str, places: Sequence[int]) -> list[int]:
     return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
 
 
-def _loss(policy: Pi0Policy, micro_batch: MicroBatch) -> LossSums:
+def _loss(policy: PolicyModule, micro_batch: MicroBatch) -> LossSums:
     return policy.sft_loss(*micro_batch)
 
 
