@@ -36,7 +36,7 @@ from vla_rl.phases.rl_specs import TrainingScenes, training_scenes
 from vla_rl.phases.rl_update import CRITIC, Learner, kl_penalty, make_targets, measure_gradient_noise, score, update
 from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.extend import extend_policy
-from vla_rl.policies.pi0.policy import Pi0Policy
+from vla_rl.policies.module import PolicyModule
 from vla_rl.policy_actor import PolicyActor
 from vla_rl.sim.base import EnvPool
 from vla_rl.sim.factory import make_env
@@ -169,9 +169,9 @@ def _noise_metrics(learner: Learner, rl: _Run, targets: Any) -> dict[str, float]
     return {} if noise is None else {"gradient_signal_to_noise": noise.signal_to_noise, "gradient_noise_scale": noise.noise_scale}
 
 
-def _acting(rl: _Run) -> Pi0Policy:
+def _acting(rl: _Run) -> PolicyModule:
     """The replica that acts."""
-    assert isinstance(rl.actor.policy, Pi0Policy)
+    assert isinstance(rl.actor.policy, PolicyModule)
     return rl.actor.policy
 
 
@@ -208,7 +208,7 @@ def _prepare(config: RlConfig, make_env: MakeEnv, stack: ExitStack) -> _Run:
     return rl
 
 
-def _with_heads(config: RlConfig, initial: Pi0Policy) -> Pi0Policy:
+def _with_heads(config: RlConfig, initial: PolicyModule) -> PolicyModule:
     """The initial policy with the heads that the recipe needs; equal weights at every call."""
     critic = config.critic if config.algorithm.critic is not None else None
     noise_head = config.noise_head if config.exploration.method == "flow_noise" else None
