@@ -133,9 +133,10 @@ class Env(Protocol):
         """
         ...
 
-    def step_chunk(self, actions_CA: Float32) -> ChunkReply:
+    def step_chunk(self, actions_CA: Float32, views: tuple[str, ...] | None = None) -> ChunkReply:
         """Execute actions until the chunk, the episode or the time limit ends, or `preempt_requested()` says so.
 
+        `views` are rendered in the reply in place of `Look.views` (None: those). No actions: nothing but a fresh observation.
         Raises EpisodeOver when the episode has ended or none was started.
         """
         ...

@@ -123,7 +123,7 @@ class ProcessPool:
         with self._lock:
             member.protocol.begin_step()
             member.wire.request_preempt(False)
-        self._send(member.process, member.wire.write_step(chunk.actions_CA), self._config.step_deadline_s)
+        self._send(member.process, member.wire.write_step(chunk.actions_CA, chunk.views), self._config.step_deadline_s)
 
     def ready(self, timeout_s: float) -> list[EnvReply]:
         """See `EnvPool.ready`."""

@@ -80,14 +80,14 @@ class ReachEnv:
             timing={"reset": rendered - started, "settle": settled - started, "physics": settled - started, "render": rendered - settled},
         )
 
-    def step_chunk(self, actions_CA: np.ndarray) -> ChunkReply:
+    def step_chunk(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> ChunkReply:
         """See `Env.step_chunk`. Raises ValueError for actions of another shape, or that are not finite."""
         if self._episode is None or self._episode.over:
             raise EpisodeOver("step_chunk without a running episode: reset the env first, and again after success or the time limit")
         actions_CA = np.asarray(actions_CA, np.float32)
         if actions_CA.ndim != 2 or actions_CA.shape[1] != ACTION_DIM or not np.isfinite(actions_CA).all():
             raise ValueError(f"actions {actions_CA.shape} must be finite numbers of shape (C, {ACTION_DIM})")
-        return self._episode.run_chunk(np.clip(actions_CA, -1, 1), self._preempt_requested)
+        return self._episode.run_chunk(np.clip(actions_CA, -1, 1), self._preempt_requested, views)
 
     def close(self) -> None:
         """See `Env.close`."""
@@ -122,7 +122,7 @@ class _Episode:
         self._control_step = 0
         self.over = False
 
-    def run_chunk(self, actions_CA: np.ndarray, preempt_requested: Callable[[], bool]) -> ChunkReply:
+    def run_chunk(self, actions_CA: np.ndarray, preempt_requested: Callable[[], bool], views: tuple[str, ...] | None = None) -> ChunkReply:
         """Execute actions until the chunk ends, the target is reached, the time is up, or a preemption is requested."""
         started, render_s = time.perf_counter(), 0.0
         frames: dict[int, Observation] = {}
@@ -148,7 +148,7 @@ class _Episode:
             if self.over:
                 break
         before = time.perf_counter()
-        observation = self.observation(VIEWS if truncated else self._look.views)
+        observation = self.observation(VIEWS if truncated else self._look.views if views is None else views)
         ended = time.perf_counter()
         render_s += ended - before
         reward_E = np.zeros(executed, np.float32)

@@ -47,7 +47,7 @@ class SerialPool:
         with self._lock:
             self._protocols[env].begin_step()
             self._preempted[env] = False
-        self._ask(env, lambda simulator: simulator.step_chunk(chunk.actions_CA))
+        self._ask(env, lambda simulator: simulator.step_chunk(chunk.actions_CA, chunk.views))
 
     def ready(self, timeout_s: float) -> list[EnvReply]:
         """See `EnvPool.ready`; executes what is pending. There is nothing to wait for: `timeout_s` is not used up."""

@@ -55,7 +55,8 @@ class Token(NamedTuple):
 
     kind: int
     flags: int = 0
-    """CHUNK: bits success, terminated, truncated, preempted; then one bit per view of `VIEWS`."""
+    """CHUNK: bits success, terminated, truncated, preempted; then one bit per view of `VIEWS`. STEP: whether the reply's views
+    are given, then the same bits."""
     rows: int = 0
     """STEP: C; CHUNK: E; pickled kinds: number of array buffers."""
     slot: int = 0
@@ -71,6 +72,7 @@ class Token(NamedTuple):
 
 TOKEN = struct.Struct("<BBHHQQ3d")
 _SUCCESS, _TERMINATED, _TRUNCATED, _PREEMPTED = 1, 2, 4, 8
+_VIEWS_GIVEN = 1
 _BITS_OF_VIEWS: dict[tuple[str, ...], int] = {(): 0, VIEWS[:1]: 16, VIEWS[1:]: 32, VIEWS: 48}
 _VIEWS_OF_BITS = {bits: views for views, bits in _BITS_OF_VIEWS.items()}
 _PICTURE_DTYPE, _STATE_DTYPE = np.dtype(np.uint8), np.dtype(np.float32)
@@ -113,23 +115,28 @@ class Wire:
         """Ask for the running chunk to stop, or forget it."""
         self._preempt_flag[0] = value
 
-    def write_step(self, actions_CA: np.ndarray) -> bytes:
-        """Put a chunk of actions into the arena, and name a place for the answer's pictures; the token to send."""
+    def write_step(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> bytes:
+        """Put a chunk of actions into the arena, and name a place for the answer's pictures; the token to send.
+
+        views: rendered in the answer; None leaves it to the look of the episode. Raises KeyError for a view that does not exist.
+        """
         rows, slot = len(actions_CA), self._slots.free()
         self._action_field(rows)[:] = actions_CA
         if self._debug_poison:
             self._slots.poison(slot)
-        return TOKEN.pack(Kind.STEP, 0, rows, slot, 0, self.payload + 4 * rows * ACTION_DIM, 0.0, 0.0, 0.0)
+        flags = 0 if views is None else _VIEWS_GIVEN | _BITS_OF_VIEWS[views]
+        return TOKEN.pack(Kind.STEP, flags, rows, slot, 0, self.payload + 4 * rows * ACTION_DIM, 0.0, 0.0, 0.0)
 
-    def read_step(self, token: Token) -> np.ndarray:
-        """float32[C, 7]: the actions that a STEP token announces."""
+    def read_step(self, token: Token) -> tuple[np.ndarray, tuple[str, ...] | None]:
+        """float32[C, 7], the actions that a STEP token announces, and the views that it asks for."""
         self._follow(token)
         self._slot = token.slot
         field = self._action_field(token.rows)
         actions_CA = field.copy()
         if self._debug_poison:
             self._release({"actions": field})
-        return actions_CA
+        given = token.flags & _VIEWS_GIVEN
+        return actions_CA, _VIEWS_OF_BITS[token.flags & _BITS_OF_VIEWS[VIEWS]] if given else None
 
     def write_bytes(self, message: bytes) -> None:
         """Put bytes where messages begin, for a worker that has no wire yet."""

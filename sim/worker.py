@@ -88,7 +88,7 @@ def _serve(arguments: WorkerArguments, wire: Wire) -> None:
         if token.kind == Kind.CLOSE:
             break
         if token.kind == Kind.STEP:
-            answer = wire.write_chunk(env.step_chunk(wire.read_step(token)))
+            answer = wire.write_chunk(env.step_chunk(*wire.read_step(token)))
         else:
             answer = wire.write_pickled(Kind.PICKLED, env.reset(*wire.read_pickled(token)))
         os.write(arguments.reply, answer)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vla_rl.actors import ActorNeeds, SynchronousActor, no_op_actor, random_actor, replay_actor
+from vla_rl.actors import ActorNeeds, Decide, SynchronousActor, no_op_actor, random_actor, replay_actor
 from vla_rl.conventions import ConventionMismatch, Conventions, Gripper
-from vla_rl.episode import ActionChunk, EpisodeSpec, Observation, Outcome, StepProtocol
+from vla_rl.episode import ActionChunk, EpisodeSpec, Observation, Outcome, StepProtocol, Verdict
 from vla_rl.rollout import ConnectError, ListSource, connect, look_of, run_episodes
 from vla_rl.sim.base import ChunkReply, EnvFault, EnvSpec, Look, ResetReply
 
@@ -52,7 +52,7 @@ class FakePool:
         t += executed
         self._episode[env] = (spec, t)
         reward = np.zeros(executed, np.float32)
-        reward[-1] = float(good and t == end)
+        reward[-1:] = float(good and t == end)
         over = t == end
         self._pending.append(
             ChunkReply(
@@ -165,3 +165,43 @@ def test_the_loop_sleeps_only_when_neither_side_has_anything(monkeypatch: pytest
 
     monkeypatch.setattr("vla_rl.rollout.wait", sleep)
     run(FakePool(3, 5), random_actor(3), specs(9))
+
+
+def scripted(*chunks: ActionChunk) -> SynchronousActor:
+    """Answers with these chunks, in order."""
+
+    def make(spec: EpisodeSpec) -> Decide:
+        remaining = iter(chunks)
+        return lambda observation: next(remaining)
+
+    return SynchronousActor(ActorNeeds("scripted", chunk_length=8), make)
+
+
+def rows(count: int, value: float = 0.0) -> np.ndarray:
+    return np.full((count, 7), value, np.float32)
+
+
+def test_who_acted_and_who_ended_the_episode() -> None:
+    """A policy's chunk in two parts, a look, a person's action, and the person's verdict."""
+    verdict = Verdict(Outcome.DISCARDED, "operator")
+    actor = scripted(
+        ActionChunk(rows(2, 0.1), weights_version=3),
+        ActionChunk(rows(1, 0.2), continues=True),
+        ActionChunk(rows(0), views=("image",)),
+        ActionChunk(rows(1, 0.3), intervention=True),
+        ActionChunk(rows(0), finished=True, verdict=verdict),
+    )
+    (episode,) = run(FakePool(1, 0), actor, [EpisodeSpec("fake", 0, "benchmark:1", "test", StepProtocol(max_steps=50))]).values()
+    assert (episode.outcome, episode.reason) == (Outcome.DISCARDED, "operator")
+    assert [len(step.executed_EA) for step in episode.steps] == [3, 1], "a look leaves no trace"
+    assert episode.steps[0].proposed.weights_version == 3
+    np.testing.assert_array_equal(episode.steps[0].proposed.actions_CA, np.concatenate([rows(2, 0.1), rows(1, 0.2)]))
+    assert episode.steps[0].observation.state[0] == 0, "the observation before the first of its actions"
+    assert [step.intervention_E.tolist() for step in episode.steps] == [[False] * 3, [True]]
+
+
+def test_the_simulator_has_the_last_word() -> None:
+    """A verdict that comes with actions does not hide that they reached the goal."""
+    actor = scripted(ActionChunk(rows(8), finished=True, verdict=Verdict(Outcome.FAILURE, "operator")))
+    (episode,) = run(FakePool(1, 0), actor, [EpisodeSpec("fake", 0, "benchmark:0", "test", StepProtocol(max_steps=5))]).values()
+    assert (episode.outcome, episode.reason) == (Outcome.SUCCESS, "predicate")

@@ -183,6 +183,24 @@ class FlowRecord:
     """float32[C]: per action, summed over the real action dimensions."""
 
 
+class Outcome(str, Enum):
+    """How an episode ended. A crash is never a failure."""
+
+    SUCCESS = "success"
+    FAILURE = "failure"
+    CRASH = "crash"
+    DISCARDED = "discarded"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A person's word about an episode."""
+
+    outcome: Outcome
+    reason: str
+    """As in `Episode.reason`."""
+
+
 @dataclass(frozen=True)
 class ActionChunk:
     """What an actor proposes."""
@@ -199,15 +217,15 @@ class ActionChunk:
     """Version of the weights that acted."""
     finished: bool = False
     """The actor has nothing more to do: the loop ends the episode after this chunk (empty chunks allowed)."""
-
-
-class Outcome(str, Enum):
-    """How an episode ended. A crash is never a failure."""
-
-    SUCCESS = "success"
-    FAILURE = "failure"
-    CRASH = "crash"
-    DISCARDED = "discarded"
+    verdict: Verdict | None = None
+    """With `finished`: how a person says that the episode ended; none leaves it a failure (`actor finished`)."""
+    intervention: bool = False
+    """A person (or the scripted operator) chose these actions in place of the policy."""
+    continues: bool = False
+    """These actions are the rest of what the actor was doing: they are recorded as part of its previous chunk."""
+    views: tuple[str, ...] | None = None
+    """Views of the observation after this chunk, in place of the env's `Look.views`: a person looks elsewhere. An empty
+    chunk with views asks for nothing but a fresh observation, and leaves no trace in the episode."""
 
 
 @dataclass

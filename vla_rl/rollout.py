@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from vla_rl.actors import Actor, ActorNeeds
 from vla_rl.conventions import require_equal
-from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome
+from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome, Verdict
 from vla_rl.errors import UserError
 from vla_rl.sim.base import ChunkReply, EnvFault, EnvPool, EnvReply, EnvSpec, Look, ResetReply
 from vla_rl.telemetry.spans import SpanTotals
@@ -173,7 +173,7 @@ def _propose(pool: EnvPool, running: dict[int, _Running], env: int, chunk: Actio
     """Hand an actor's chunk to the env, or end the episode if the actor has nothing more to do."""
     entry = running[env]
     if chunk.finished and not len(chunk.actions_CA):
-        return env, _episode(entry, Outcome.FAILURE, "actor finished")
+        return env, _judged(entry, chunk)
     entry.proposed = chunk
     pool.step(env, chunk)
     return None
@@ -187,15 +187,58 @@ def _receive(actor: Actor, running: dict[int, _Running], again: deque[_Running],
     if isinstance(reply, ResetReply):
         entry.provenance = dict(reply.provenance) | {"reset_s": dict(reply.timing)}
     else:
-        entry.steps.append(_chunk_step(entry, reply))
+        _append(entry, _chunk_step(entry, reply))
     entry.observation = reply.observation
-    finished = entry.proposed is not None and entry.proposed.finished
-    entry.proposed = None
-    if isinstance(reply, ChunkReply) and (reply.terminated or reply.truncated or finished):
-        reason = "predicate" if reply.terminated else "time limit" if reply.truncated else "actor finished"
-        return reply.env, _episode(entry, Outcome.SUCCESS if reply.terminated else Outcome.FAILURE, reason)
+    proposed, entry.proposed = entry.proposed, None
+    if isinstance(reply, ChunkReply) and (reply.terminated or reply.truncated):
+        outcome = Outcome.SUCCESS if reply.terminated else Outcome.FAILURE
+        return reply.env, _episode(entry, outcome, "predicate" if reply.terminated else "time limit")
+    if proposed is not None and proposed.finished:
+        return reply.env, _judged(entry, proposed)
     actor.submit(reply.env, reply.observation)
     return None
+
+
+def _judged(entry: _Running, chunk: ActionChunk) -> Episode:
+    """The episode that an actor ends, with a person's word about it where there is one."""
+    verdict = chunk.verdict or Verdict(Outcome.FAILURE, "actor finished")
+    return _episode(entry, verdict.outcome, verdict.reason)
+
+
+def _append(entry: _Running, step: ChunkStep) -> None:
+    """Add what was executed: as a chunk of its own, or to the chunk that it continues. A chunk cut to nothing leaves no trace."""
+    if not len(step.executed_EA):
+        return
+    if step.proposed.continues and entry.steps:
+        entry.steps[-1] = joined(entry.steps[-1], step)
+    else:
+        entry.steps.append(step)
+
+
+def joined(first: ChunkStep, rest: ChunkStep) -> ChunkStep:
+    """One chunk of two that were executed one after the other: the first one's observation and proposal, the rest's end."""
+
+    def both(name: str) -> Any:
+        arrays = getattr(first, name), getattr(rest, name)
+        return None if arrays[0] is None or arrays[1] is None else np.concatenate(arrays)
+
+    labels = (first.proposed.labels_CA, rest.proposed.labels_CA)
+    proposed = replace(
+        first.proposed,
+        actions_CA=np.concatenate([first.proposed.actions_CA, rest.proposed.actions_CA]),
+        labels_CA=None if labels[0] is None or labels[1] is None else np.concatenate([labels[0], labels[1]]),
+    )
+    arrays = {name: both(name) for name in ("executed_EA", "labels_EA", "reward_E", "intervention_E", "sim_states_ED", "robot_states_ER")}
+    return replace(
+        first,
+        **arrays,
+        proposed=proposed,
+        success=rest.success,
+        terminated=rest.terminated,
+        truncated=rest.truncated,
+        timing={name: first.timing.get(name, 0.0) + seconds for name, seconds in rest.timing.items()},
+        frames={**first.frames, **rest.frames},
+    )
 
 
 def _fault(entry: _Running, again: deque[_Running], fault: EnvFault) -> _Ended:
@@ -218,7 +261,7 @@ def _chunk_step(entry: _Running, reply: ChunkReply) -> ChunkStep:
         executed_EA=reply.executed_EA,
         labels_EA=labels,
         reward_E=reply.reward_E,
-        intervention_E=np.zeros(executed, np.bool_),
+        intervention_E=np.full(executed, proposed.intervention),
         success=reply.success,
         terminated=reply.terminated,
         truncated=reply.truncated,

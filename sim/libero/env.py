@@ -59,7 +59,7 @@ class LiberoEnv:
         self._run, reply = self._run_module.start(parts, self.config, spec, look)
         return reply
 
-    def step_chunk(self, actions_CA: np.ndarray) -> ChunkReply:
+    def step_chunk(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> ChunkReply:
         """Execute actions until the chunk, the episode or the time limit ends, or a preemption is requested.
 
         actions_CA: [C, 7], clipped to [-1, 1]. Raises EpisodeOver when the episode has ended or none was started, ValueError for
@@ -69,7 +69,7 @@ class LiberoEnv:
         if run is None:
             raise EpisodeOver("step_chunk without a running episode: call reset first, and again after terminated or truncated")
         actions = _executable(actions_CA)
-        reply = run.run_chunk(actions, self._preempt_requested)
+        reply = run.run_chunk(actions, self._preempt_requested, views)
         if reply.terminated or reply.truncated:
             self._run = None
         return reply

@@ -101,7 +101,7 @@ class EpisodeRun:
         self.parts.physics.step(action_A, self._observe)
         self.physics_s += time.perf_counter() - began
 
-    def run_chunk(self, actions_CA: np.ndarray, preempt_requested: Callable[[], bool]) -> ChunkReply:
+    def run_chunk(self, actions_CA: np.ndarray, preempt_requested: Callable[[], bool], views: tuple[str, ...] | None = None) -> ChunkReply:
         """Execute up to C actions (float32[C, 7]); see `LiberoEnv.step_chunk`."""
         began, physics_before, render_before = time.perf_counter(), self.physics_s, self.render_s
         record = _ChunkRecord()
@@ -117,7 +117,7 @@ class EpisodeRun:
             record.rewards.append(float(success))
             truncated = not success and self.control_step >= self.spec.protocol.max_steps
         executed = len(record.rewards)
-        observation = self.observation(VIEWS if truncated else self.look.views)
+        observation = self.observation(VIEWS if truncated else self.look.views if views is None else views)
         timing = {"physics": self.physics_s - physics_before, "render": self.render_s - render_before, "step": time.perf_counter() - began}
         states = self.look.record_states
         return ChunkReply(

@@ -30,7 +30,7 @@ class FaultyEnv(CountingEnv):
             return reply
         return super().reset(spec, look)
 
-    def step_chunk(self, actions_CA: np.ndarray) -> ChunkReply:
+    def step_chunk(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> ChunkReply:
         assert self.episode is not None
         if self.episode.prompt == "raise in step":
             raise FloatingPointError("the simulation became unstable")
@@ -44,7 +44,7 @@ class FaultyEnv(CountingEnv):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.episode.prompt == "exit":
             os._exit(3)
-        return super().step_chunk(actions_CA)
+        return super().step_chunk(actions_CA, views)
 
 
 def wrong_machine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
@@ -227,3 +228,23 @@ def test_an_env_that_workers_cannot_import_is_refused_at_once() -> None:
     of_the_main_script.__module__ = "__main__"
     with pytest.raises(TypeError, match="defined in the main script, which workers do not import: move it into a module"):
         make_pool(PoolConfig(workers=1), EnvConfig("reach"), of_the_main_script)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chunk_may_ask_for_other_views(backend: Backend) -> None:
+    """In place of the look's; an empty chunk asks for nothing but the observation, which is the one that was there."""
+    with pool_of(backend) as pool:
+        pool.reset(0, spec(1), Look(VIEWS[:1]))
+        one_reply(pool)
+        seen = []
+        for chunk_views in ((), VIEWS, None):
+            pool.step(0, replace(chunk(1), views=chunk_views))
+            reply = one_reply(pool)
+            assert isinstance(reply, ChunkReply)
+            seen.append(tuple(reply.observation.images))
+        assert seen == [(), VIEWS, VIEWS[:1]]
+        pool.step(0, ActionChunk(np.zeros((0, 7), np.float32), views=VIEWS))
+        again = one_reply(pool)
+        assert isinstance(again, ChunkReply) and len(again.executed_EA) == 0
+        assert tuple(again.observation.images) == VIEWS
+        require_same(reply.observation.images["image"], again.observation.images["image"])

@@ -130,7 +130,10 @@ def test_the_prompt_of_a_reset_need_not_be_sent_again() -> None:
 def test_actions_and_resets_cross(rows: int) -> None:
     ours, theirs = wires()
     actions_CA = np.random.default_rng(rows).standard_normal((rows, 7)).astype(np.float32)
-    require_same(actions_CA, theirs.read_step(Token(*TOKEN.unpack(ours.write_step(actions_CA)))))
+    for views in (None, (), VIEWS[1:], VIEWS):
+        read_CA, asked = theirs.read_step(Token(*TOKEN.unpack(ours.write_step(actions_CA, views))))
+        require_same(actions_CA, read_CA)
+        assert asked == views
     request = (SPEC, Look(VIEWS, privileged=True, record_every=3))
     require_same(request, theirs.read_pickled(Token(*TOKEN.unpack(ours.write_pickled(Kind.RESET, request)))))
 

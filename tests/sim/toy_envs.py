@@ -33,7 +33,7 @@ class CountingEnv:
         self.episode, self.look, self.t = spec, look, 0
         return ResetReply(0, spec, self.observation(look.views), {"seed": spec.scene_seed}, {"reset": 0.5})
 
-    def step_chunk(self, actions_CA: np.ndarray) -> ChunkReply:
+    def step_chunk(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> ChunkReply:
         if self.episode is None:
             raise EpisodeOver("no episode")
         frames, states, executed = {}, [], []
@@ -55,7 +55,7 @@ class CountingEnv:
         reward_E[-1:] = success
         return ChunkReply(
             env=0,
-            observation=self.observation(VIEWS if truncated else self.look.views),
+            observation=self.observation(VIEWS if truncated else self.look.views if views is None else views),
             executed_EA=np.asarray(executed, np.float32).reshape(-1, 7),
             reward_E=reward_E,
             success=success,
@@ -89,11 +89,11 @@ class CountingEnv:
 class PatientEnv(CountingEnv):
     """Executes one action, then waits until the pool preempts the chunk; the prompt `run` makes it an ordinary env."""
 
-    def step_chunk(self, actions_CA: np.ndarray) -> ChunkReply:
+    def step_chunk(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> ChunkReply:
         assert self.episode is not None
         if self.episode.prompt == "run":
-            return super().step_chunk(actions_CA)
-        first = super().step_chunk(actions_CA[:1])
+            return super().step_chunk(actions_CA, views)
+        first = super().step_chunk(actions_CA[:1], views)
         while not self.preempt_requested():
             os.sched_yield()
         first.preempted = True

@@ -55,7 +55,7 @@ class ZeroCostEnv:
         self._step = 0
         return ResetReply(0, spec, self._observation())
 
-    def step_chunk(self, actions_CA: np.ndarray) -> ChunkReply:
+    def step_chunk(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> ChunkReply:
         """One control step, whatever the chunk's length."""
         self._step += 1
         preempted = self._preempt_requested()
