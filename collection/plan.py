@@ -64,7 +64,7 @@ def _other_goals(config: CollectConfig, task: int) -> list[tuple[str, str]]:
         raise ConfigError(
             "goals is 'all' and suite 'reach': its scenes differ in which blocks they hold; use goals 'own' and several tasks"
         )
-    from vla_rl.eval.plan import other_goals
+    from vla_rl.sim.libero.other_goals import other_goals
 
     return other_goals(config.suite, task)
 

@@ -79,6 +79,8 @@ def _swapped(spec: EpisodeSpec, label: str) -> list[Planned]:
     Success ends an episode, so whether the *original* goal is reached under the other instruction needs its own episode.
     Which other task is named goes round with the init's number.
     """
+    from vla_rl.sim.libero.other_goals import other_goals
+
     others = _other_blocks(spec) if spec.suite == "reach" else other_goals(spec.suite, spec.task)
     prompt, goal = others[spec.init_number % len(others)]
     named = replace(spec, prompt=prompt, goal=goal)
@@ -90,38 +92,3 @@ def _other_blocks(spec: EpisodeSpec) -> list[tuple[str, str]]:
     """(instruction, goal) of the other blocks that stand on the table of a Reach scene."""
     others = [colour for colour in sample_layout(spec).blocks if colour != COLOURS[spec.task]]
     return [(task_prompt(COLOURS.index(colour)), f"(Reach {colour}_block)") for colour in others]
-
-
-def other_goals(suite: str, task: int) -> list[tuple[str, str]]:
-    """(instruction, BDDL goal) of every other task of the suite whose objects are all in this task's scene.
-
-    Raises ConfigError if the scene hosts no other goal: then nothing can be swapped.
-    """
-    from vla_rl.sim.libero import packaging, tasks
-
-    scene = packaging.bddl_parser().robosuite_parse_problem(str(tasks.load_task(suite, task).bddl_path))
-    names = [name for group in (scene["objects"], scene["fixtures"]) for instances in group.values() for name in instances]
-    found = []
-    for other in range(tasks.num_tasks(suite)):
-        goal = _goal_clauses(suite, other)
-        if goal != scene["goal_state"] and all(_in_scene(word, names) for clause in goal for word in clause[1:]):
-            found.append((tasks.prompt(suite, other), _goal_text(goal)))
-    if not found:
-        raise ConfigError(f"prompt is 'swap', but the scene of {suite} task {task} can host no other task of the suite")
-    return found
-
-
-def _goal_clauses(suite: str, task: int) -> list[list[str]]:
-    from vla_rl.sim.libero import packaging, tasks
-
-    return packaging.bddl_parser().robosuite_parse_problem(str(tasks.load_task(suite, task).bddl_path))["goal_state"]
-
-
-def _in_scene(word: str, names: Sequence[str]) -> bool:
-    """Whether a goal's word is an object of the scene or a region of one (`basket_1_contain_region`)."""
-    return any(word == name or word.startswith(name + "_") for name in names)
-
-
-def _goal_text(clauses: Sequence[Sequence[str]]) -> str:
-    """`[["in", "milk_1", "basket_1_contain_region"]]` -> `(And (In milk_1 basket_1_contain_region))`."""
-    return f"(And {' '.join('(' + ' '.join([clause[0].capitalize(), *clause[1:]]) + ')' for clause in clauses)})"

@@ -116,7 +116,7 @@ def _record(arguments: Sequence[str]) -> int:
     return make_record(arguments)
 
 
-BENCHMARKS = ("sim", "reset", "transport", "prefix", "weights", "exactness")
+BENCHMARKS = ("sim", "reach", "reset", "transport", "memory", "prefix", "weights", "exactness")
 
 
 def _bench(arguments: Sequence[str]) -> int:

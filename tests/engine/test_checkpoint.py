@@ -82,11 +82,12 @@ def test_old_checkpoints_go_and_the_pointer_follows(world: World, tmp_path: Path
     assert last_checkpoint(tmp_path) == tmp_path / "step_4"
 
 
-def test_the_same_step_can_be_written_again(world: World, tmp_path: Path) -> None:
+def test_a_step_is_written_once(world: World, tmp_path: Path) -> None:
     engine = make(world)
     save_checkpoint(engine, tmp_path, {"take": 1})
-    save_checkpoint(engine, tmp_path, {"take": 2})
-    assert load_checkpoint(engine, tmp_path / "last") == {"take": 2}
+    with pytest.raises(CheckpointError, match="step_0 exists, and a step is saved once"):
+        save_checkpoint(engine, tmp_path, {"take": 2})
+    assert load_checkpoint(engine, tmp_path / "last") == {"take": 1}
 
 
 def test_a_path_with_a_trailing_slash_is_the_same_checkpoint(world: World, tmp_path: Path) -> None:

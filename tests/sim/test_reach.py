@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -243,15 +242,3 @@ def test_a_preempted_chunk_says_how_many_actions_ran() -> None:
 def test_a_profile_that_reach_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="render_profile is 'fast', and kind 'reach' has only 'exact'"):
         EnvConfig("reach", render_profile="fast")
-
-
-def test_six_hundred_control_steps_per_second_and_core_with_both_views(env: Env) -> None:
-    """Measured around 2,300 on a free core; CPU time of this process, so that other load counts little."""
-    long = replace(spec(0), protocol=StepProtocol(max_steps=10_000, settle_steps=0))
-    env.reset(long, Look(VIEWS))
-    rest = np.zeros((1, 7), np.float32)
-    env.step_chunk(rest)
-    started = time.process_time()
-    for _ in range(300):
-        env.step_chunk(rest)
-    assert 300 / (time.process_time() - started) >= 600

@@ -61,7 +61,7 @@ def save_checkpoint(
     temporary = checkpoints / f".{target.name}.tmp"
     state = training_state(engine)
     weights = _full_weights(engine) if save_policy is not None else {}
-    _on_leader(engine, temporary, lambda: _fresh_folder(temporary))
+    _on_leader(engine, temporary, lambda: _fresh_folder(temporary, target))
     _on_every_rank(engine, temporary, lambda: save(state, checkpoint_id=temporary / "state"))
 
     def finish() -> None:
@@ -139,7 +139,9 @@ def _trainer(engine: Engine, extra: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _fresh_folder(temporary: Path) -> None:
+def _fresh_folder(temporary: Path, target: Path) -> None:
+    if target.exists():  # replacing a folder is two steps, and a kill between them would lose both
+        raise FileExistsError(f"{target} exists, and a step is saved once; remove it if it is not wanted")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     for leftover in temporary.parent.glob(".step_*.tmp"):
         shutil.rmtree(leftover)
@@ -155,9 +157,7 @@ def _seal(folder: Path) -> None:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Rename the folder into place, then the pointer; a folder of the same step gives way first."""
-    if target.exists():
-        shutil.rmtree(target)
+    """Rename the folder into place, then the pointer."""
     os.replace(temporary, target)
     pointer = target.parent / ".last.tmp"
     pointer.unlink(missing_ok=True)
