@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,8 +51,14 @@ class Batch:
     """float32[B, C, A], normalised and padded targets; only in training."""
     action_mask_BC: Tensor | None = None
     """bool[B, C]: real (not padded) actions; only in training."""
+    state_mask_B: Tensor | None = None
+    """bool[B]: rows whose state the policy sees, where training hides some; None means all."""
     weight_B: Tensor | None = None
     """float32[B]: weight of each sample in the loss; None means 1."""
+    reasoning_BR: Tensor | None = None
+    """int64[B, R]: the text that token policies write before the actions; only in training."""
+    reasoning_mask_BR: Tensor | None = None
+    """bool[B, R]: real tokens of it."""
 
     def __len__(self) -> int:
         return len(self.state_BS)
@@ -94,6 +100,12 @@ class PolicyOutput:
     """float32[B, C], summed over the real action dimensions."""
     value_B: Tensor | None = None
     """float32[B]: the critic's estimate, when exploring with a policy that has one."""
+    tokens_BT: Tensor | None = None
+    """int64[B, T]: what a token policy wrote while exploring, reasoning first; see `TokenBatch`."""
+    token_mask_BT: Tensor | None = None
+    """bool[B, T]: real tokens."""
+    well_formed_B: Tensor | None = None
+    """bool[B]: the reasoning has the right form, for token policies that reason."""
 
 
 @dataclass
@@ -107,6 +119,11 @@ class TransitionBatch:
     denoise_index_BK: Tensor
     """int64[B, K]: which denoise steps these are."""
 
+    @property
+    def kept_steps(self) -> int:
+        """K: the factors of each action's likelihood."""
+        return self.x_t_BKCA.shape[1]
+
     def to(self, device: torch.device | str) -> TransitionBatch:
         """The same record on another device."""
         return TransitionBatch(self.x_t_BKCA.to(device), self.x_next_BKCA.to(device), self.denoise_index_BK.to(device))
@@ -117,15 +134,40 @@ class TransitionBatch:
 
 
 @dataclass
+class TokenBatch:
+    """Recorded tokens of a batch (`TokenRecord`s as tensors of one device): what a token policy wrote."""
+
+    tokens_BT: Tensor
+    """int64[B, T]: the reasoning's tokens, then the actions', each padded to its length."""
+    mask_BT: Tensor
+    """bool[B, T]: real tokens."""
+
+    kept_steps = 1
+    """As `TransitionBatch.kept_steps`: a chunk of tokens has one likelihood per action."""
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The same record on another device."""
+        return TokenBatch(self.tokens_BT.to(device), self.mask_BT.to(device))
+
+    def select(self, index: Tensor | slice) -> TokenBatch:
+        """The rows `index`."""
+        return TokenBatch(self.tokens_BT[index], self.mask_BT[index])
+
+
+RecordBatch = TransitionBatch | TokenBatch
+"""What a policy of some family recorded; each family scores its own kind."""
+
+
+@dataclass
 class ScoredTransitions:
-    """What `log_prob` answers for recorded transitions, with gradient."""
+    """What `log_prob` answers for recorded transitions or tokens, with gradient."""
 
     log_prob_BC: Tensor
     """float32[B, C], summed over the real action dimensions and the recorded steps."""
     entropy_BC: Tensor
     """float32[B, C], summed likewise; constant for Flow-SDE."""
     velocity_BKCA: Tensor
-    """float32[B, K, C, A]: the velocity at each x_t."""
+    """float32[B, K, C, A]: the velocity at each x_t; K is 0 for token policies, which have none."""
     value_B: Tensor | None = None
     """float32[B]: the critic's estimate; None without one."""
 
@@ -160,8 +202,8 @@ class Policy(Protocol):
         """
         ...
 
-    def log_prob(self, batch: Batch, record: TransitionBatch, exploration: Exploration) -> ScoredTransitions:
-        """Log-probability of recorded transitions, entropy and value, with gradient; `exploration` is the rollout's."""
+    def log_prob(self, batch: Batch, record: Any, exploration: Exploration) -> ScoredTransitions:
+        """Log-probability of the family's kind of record, entropy and value, with gradient; `exploration` is the rollout's."""
         ...
 
     def value(self, batch: Batch) -> Tensor:

@@ -42,10 +42,11 @@ _STREAM = 0x1E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Exploration:
-    """How a flow policy explores while it learns; evaluation integrates the ODE."""
+    """How a policy explores while it learns. Evaluation integrates a flow's ODE, and takes the likeliest tokens."""
 
-    method: Literal["flow_sde", "flow_noise"] = "flow_sde"
-    """`flow_sde`: noise from the flow's own schedule. `flow_noise`: a learned spread; the policy needs a noise head."""
+    method: Literal["flow_sde", "flow_noise", "tokens"] = "flow_sde"
+    """`flow_sde`: noise from the flow's own schedule. `flow_noise`: a learned spread; the policy needs a noise head.
+    `tokens`: samples of a token policy."""
     stochastic_steps: Literal["one", "all"] = "one"
     """`one`: one denoise step per chunk, drawn from the row's seed, the others deterministic (the trainer then evaluates one
     velocity per chunk, 1/N of the cost). `all`: the whole chain."""
@@ -55,8 +56,15 @@ class Exploration:
     """Smallest learned standard deviation of `flow_noise`, in normalised action units; above 0."""
     std_max: float = 0.16
     """Largest learned standard deviation of `flow_noise`; at least `std_min`."""
+    temperature: float = 1.0
+    """Of action tokens, in sampling and in every log-probability (SimpleVLA-RL trains at 1.6); above 0."""
+    reasoning_temperature: float = 1.0
+    """Of the reasoning's tokens, likewise; above 0."""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "reasoning_temperature"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"exploration.{name} is {getattr(self, name)}; set it above 0 (evaluation takes the likeliest tokens)")
         if not self.noise_level > 0:
             raise UserError(f"exploration.noise_level is {self.noise_level}; without noise there is no density: set it above 0")
         if not 0 < self.std_min <= self.std_max:
@@ -201,6 +209,8 @@ def _transition(
     flow: Flow, velocity: SpreadVelocityFn, x_BCA: Tensor, index_B: Tensor, denoise_steps: int, exploration: Exploration
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean, std, ODE's next point) of the denoise steps `index_B`, each with its row's own time; see the module's docstring."""
+    if exploration.method == "tokens":
+        raise UserError("exploration.method is 'tokens', and the policy is a flow; use 'flow_sde' or 'flow_noise'")
     grid = flow.grid(denoise_steps)
     time_B = _gather(grid, index_B)
     velocity_BCA, raw_BCA = velocity(x_BCA, time_B)

@@ -1,0 +1,110 @@
+"""The network of a token policy: vision tower, projections, and a causal language model of transformers.
+
+Shape legend: B batch;  V views;  L prompt tokens;  P prefix positions (images, prompt, state);  M model width;
+              T tokens read after the prefix;  N action positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from vla_rl.episode import STATE_DIM
+from vla_rl.policies.base import Batch
+from vla_rl.policies.pi0.vision import VisionTower
+from vla_rl.policies.tokens.config import LanguageConfig, TokenConfig
+from vla_rl.policies.tokens.vocabulary import Vocabulary
+
+_POSITIONS = 8192
+"""Longest sequence that transformers and vLLM prepare for."""
+_OUTPUT_STD = 0.1
+"""Of a fresh language head, in units of the inverse root of the width: nearly uniform tokens."""
+
+
+class TokenBackbone(nn.Module):
+    """Embeds what a policy sees, and runs the language model over it."""
+
+    def __init__(self, config: TokenConfig, vocabulary: Vocabulary, views: int, placeholders: int) -> None:
+        super().__init__()
+        width = config.language.width
+        self.vision = VisionTower(config.vision, views)
+        self.projector = nn.Linear(config.vision.width, width)
+        self.state_proj = nn.Linear(STATE_DIM, width)
+        self.language = build_language(config.language, vocabulary)
+        self.placeholder_NM = nn.Parameter(torch.randn(placeholders, width)) if placeholders else None
+
+    def embed_prefix(self, batch: Batch, images_BVCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """float32[B, P, M] and bool[B, P]: images, prompt (padded in its middle), state."""
+        images = self.projector(self.vision(images_BVCHW))
+        state = self.state_proj(batch.state_BS)[:, None]
+        x_BPM = torch.cat((images, self.embed(batch.tokens_BL).to(images.dtype), state), 1)
+        seen = batch.token_mask_BL.new_ones(len(batch), 1)
+        return x_BPM, torch.cat((seen.expand(-1, images.shape[1]), batch.token_mask_BL, seen), 1)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """float32[B, T, M]: the language model's embeddings."""
+        return self.language.get_input_embeddings()(tokens_BT)
+
+    def placeholders(self, rows: int) -> Tensor:
+        """float32[B, N, M]: what stands at the action positions of parallel decoding, the same for every row."""
+        assert self.placeholder_NM is not None, "made for parallel decoding"
+        return self.placeholder_NM.expand(rows, -1, -1)
+
+    def logits(self, hidden_BTM: Tensor, first: int, size: int) -> Tensor:
+        """float32[B, T, size]: scores of the vocabulary's rows from `first` on; the others are not computed."""
+        head: nn.Linear = self.language.get_submodule("lm_head")  # pyright: ignore[reportAssignmentType]
+        return (hidden_BTM @ head.weight[first : first + size].mT).float()
+
+
+def build_language(config: LanguageConfig, vocabulary: Vocabulary) -> PreTrainedModel:
+    """A randomly initialised causal language model; embeddings and head are not tied."""
+    with torch.device("cpu"):  # constants that no checkpoint holds must exist also where a policy is built on the meta device
+        constants = dict(_build(config, vocabulary, layers=1).named_buffers())
+    model = _build(config, vocabulary, config.depth)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        assert buffer.shape == constants[name].shape
+        model.get_submodule(owner).register_buffer(attribute, constants[name], persistent=False)
+    _initialize(model, config)
+    return model
+
+
+def language_config(config: LanguageConfig, vocabulary: Vocabulary, layers: int | None = None):
+    """transformers' config of the language model; with it and the weights any engine can run the model."""
+    return AutoConfig.for_model(
+        config.architecture,
+        vocab_size=vocabulary.size,
+        hidden_size=config.width,
+        num_hidden_layers=config.depth if layers is None else layers,
+        intermediate_size=config.mlp_width,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_width,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rotary_base},
+        max_position_embeddings=_POSITIONS,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=vocabulary.end_act,
+        attn_implementation="sdpa",
+        dtype="float32",
+    )
+
+
+def _build(config: LanguageConfig, vocabulary: Vocabulary, layers: int) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(language_config(config, vocabulary, layers))
+
+
+def _initialize(model: PreTrainedModel, config: LanguageConfig) -> None:
+    """Unit-variance maps and embeddings, residual branches shrunk by the number of layers (GPT-2), a head that starts nearly uniform.
+
+    transformers' own 0.02 is made for widths of thousands: in a narrow model the tokens would drown beside the images.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            shrink = (2 * config.depth) ** -0.5 if name.endswith(("o_proj", "down_proj")) else 1.0
+            shrink = _OUTPUT_STD if name.endswith("lm_head") else shrink
+            nn.init.normal_(module.weight, std=shrink * module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=1.0 / getattr(module, "scalar_embed_scale", 1.0))
