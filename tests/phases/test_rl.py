@@ -23,8 +23,9 @@ from vla_rl.algorithms.filters import GroupFilter
 from vla_rl.algorithms.health import OnPolicyError
 from vla_rl.config import ConfigError, to_plain
 from vla_rl.datasets.loader import DataConfig
-from vla_rl.phases import rl
+from vla_rl.phases import rl, rl_trainer
 from vla_rl.phases.rl_config import RlConfig
+from vla_rl.phases.rl_heads import with_heads
 from vla_rl.phases.rl_update import Learner
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
@@ -160,20 +161,20 @@ def test_the_policy_stands_still_while_the_critic_warms_up(initial: Path, tmp_pa
     assert rl.run_rl(config) == 0
     policy, before = load_policy(Path(config.run_dir) / "checkpoints" / "last" / "policy").state_dict(), load_policy(initial).state_dict()
     assert all(torch.equal(policy[name], weight) for name, weight in before.items())
-    fresh = rl._with_heads(config, load_policy(initial)).state_dict()
+    fresh = with_heads(config, load_policy(initial)).state_dict()
     assert not torch.equal(policy["critic.layers.0.weight"], fresh["critic.layers.0.weight"])
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Change something about the learner, and nothing about who acts."""
-    prepare = rl._prepare
+    plain = rl_trainer.open_learner
 
-    def prepared(*arguments: Any) -> Any:
-        run = prepare(*arguments)
-        change(run.learner)
-        return run
+    def opened(*arguments: Any) -> Any:
+        learner, cloning = plain(*arguments)
+        change(learner)
+        return learner, cloning
 
-    monkeypatch.setattr(rl, "_prepare", prepared)
+    monkeypatch.setattr(rl_trainer, "open_learner", opened)
 
 
 def wrong_sigma(learner: Learner) -> None:
@@ -229,7 +230,7 @@ def test_stale_rollouts_run_on_schedule_and_resume_to_the_bit(initial: Path, tmp
     with monkeypatch.context() as patch:
         stopped_after(patch, 2)
         assert rl.run_rl(broken) == 130
-    assert (Path(broken.run_dir) / "checkpoints" / "last" / rl.ROLLOUTS_FILE).stat().st_size > 0
+    assert (Path(broken.run_dir) / "checkpoints" / "last" / rl_trainer.ROLLOUTS_FILE).stat().st_size > 0
     assert rl.run_rl(broken) == 0
     assert same_weights(broken, whole)
     assert metrics_of(broken) == metrics_of(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch
 from rl_recipe import GROUPS, GRPO, PPO
 
 from vla_rl.algorithms.advantages import GaeSettings
+from vla_rl.algorithms.config import AlgorithmConfig
+from vla_rl.algorithms.rewards import episode_rewards
 from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, FlowRecord, Observation, Outcome, StepProtocol
-from vla_rl.phases.rl_batches import StaleRollout, advantages, staleness, training_rows
+from vla_rl.phases.rl_batches import Advantages, StaleRollout, TrainingRows, advantages, staleness, training_rows
 
 CHUNK = 4
 EXACT = {"atol": 1e-6, "rtol": 0}
@@ -32,6 +35,11 @@ def chunk(executed: int, value: float, version: int = 0, person: tuple[int, ...]
 def episode(steps: list[ChunkStep], success: bool, scene: int = 0, sample: int = 0) -> Episode:
     spec = EpisodeSpec("reach", 0, f"sampled:{1_000_000 + scene}", "train", StepProtocol(), sample)
     return Episode(spec, steps, steps[-1].observation, Outcome.SUCCESS if success else Outcome.FAILURE)
+
+
+def wanted(episodes: list[Episode], rows: TrainingRows, final: dict[str, float], penalty: Any, algorithm: AlgorithmConfig) -> Advantages:
+    """Advantages with the rewards that the algorithm gives."""
+    return advantages(episodes, [episode_rewards(e, algorithm.reward) for e in episodes], rows, final, penalty, algorithm)
 
 
 def test_rows_credit_executed_actions_that_no_person_took() -> None:
@@ -56,13 +64,13 @@ def test_gae_bootstraps_over_truncation_and_not_over_success() -> None:
     won = episode([chunk(4, 0.5), chunk(2, 0.7)], success=True)
     lost = episode([chunk(4, 0.2)], success=False, scene=1)
     rows = training_rows([won, lost], [], CHUNK)
-    result = advantages([won, lost], rows, {lost.spec.key: 0.6}, None, algorithm)
+    result = wanted([won, lost], rows, {lost.spec.key: 0.6}, None, algorithm)
     last = 0.9 * 1.0 - 0.7  # the reward comes with the second of two actions
     first = 0.9**4 * 0.7 - 0.5 + 0.9**4 * 0.5 * last
     cut = 0.9**4 * 0.6 - 0.2
     torch.testing.assert_close(result.advantage_B, torch.tensor([first, last, cut]), **EXACT)
     torch.testing.assert_close(result.return_B, torch.tensor([first + 0.5, last + 0.7, cut + 0.2]), **EXACT)
-    penalised = advantages([won, lost], rows, {lost.spec.key: 0.6}, torch.tensor([0.0, 0.0, 0.3]), algorithm)
+    penalised = wanted([won, lost], rows, {lost.spec.key: 0.6}, torch.tensor([0.0, 0.0, 0.3]), algorithm)
     torch.testing.assert_close(penalised.advantage_B, torch.tensor([first, last, cut - 0.3]), **EXACT)
 
 
@@ -70,7 +78,7 @@ def test_normalisation_leaves_masked_rows_out_of_its_statistics() -> None:
     algorithm = replace(PPO, gae=GaeSettings(1.0, 1.0))
     episodes = [episode([chunk(1, value)], True, scene) for scene, value in enumerate((0.0, 0.5))]
     masked = [episode([chunk(1, -100.0)], True, 9)]
-    result = advantages([*episodes, *masked], training_rows(episodes, masked, CHUNK), {}, None, algorithm)
+    result = wanted([*episodes, *masked], training_rows(episodes, masked, CHUNK), {}, None, algorithm)
     torch.testing.assert_close(result.advantage_B[:2], torch.tensor([1.0, -1.0]), atol=1e-4, rtol=0)  # epsilon 1e-5 on 0.25
 
 
@@ -80,7 +88,7 @@ def test_group_advantages_reach_every_chunk_of_an_episode() -> None:
     outcomes = [(True, 2), (False, 1), (True, 1)]
     episodes = [episode([chunk(4, 0.0)] * count, success, sample=n) for n, (success, count) in enumerate(outcomes)]
     rows = training_rows(episodes, [], CHUNK)
-    result = advantages(episodes, rows, {}, None, algorithm)
+    result = wanted(episodes, rows, {}, None, algorithm)
     up, down = (1 / 3) / (1 / 3) ** 0.5, (-2 / 3) / (1 / 3) ** 0.5
     torch.testing.assert_close(result.advantage_B, torch.tensor([up, up, down, up]), atol=1e-5, rtol=0)  # epsilon 1e-6 below
     assert result.mean_return == pytest.approx(2 / 3)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
 
 from vla_rl.errors import UserError
 
@@ -67,11 +68,11 @@ class World:
         dist.barrier()
 
 
-def open_world(device: str = "auto", rank: int | None = None, size: int | None = None, rendezvous: Path | None = None) -> World:
+def open_world(device: str = "auto", rank: int | None = None, size: int | None = None, rendezvous: Path | Store | None = None) -> World:
     """Join the process group, or create one.
 
     Without arguments: torchrun's variables where they are set, else this process alone (no port, no file).
-    With `rank`, `size` and `rendezvous` (a path on a shared file system that does not exist yet): those ranks meet there.
+    With `rank`, `size` and `rendezvous` (a store, or a path on a shared file system that does not exist yet): those ranks meet there.
     A group that exists already is used as it is. Raises WorldError for CUDA where there is none, or a half-given rank.
     """
     if (rank is None) != (size is None) or (rank is None) != (rendezvous is None):
@@ -102,9 +103,10 @@ def device_kind(device: str, field: str) -> str:
     return device
 
 
-def _store_arguments(rank: int | None, size: int | None, rendezvous: Path | None) -> dict[str, Any]:
+def _store_arguments(rank: int | None, size: int | None, rendezvous: Path | Store | None) -> dict[str, Any]:
     if rank is not None and size is not None and rendezvous is not None:
-        store = dist.FileStore(str(rendezvous), size)  # pyright: ignore[reportPrivateImportUsage]
+        at_path = isinstance(rendezvous, Path)
+        store = dist.FileStore(str(rendezvous), size) if at_path else rendezvous  # pyright: ignore[reportPrivateImportUsage]
         return {"store": store, "rank": rank, "world_size": size}
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return {"init_method": "env://"}

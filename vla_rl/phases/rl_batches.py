@@ -16,8 +16,7 @@ from vla_rl.algorithms.advantages import Moments, chunk_gae, chunk_reward, group
 from vla_rl.algorithms.config import AlgorithmConfig
 from vla_rl.algorithms.health import explained_variance
 from vla_rl.algorithms.masks import action_mask_of
-from vla_rl.algorithms.rewards import episode_rewards
-from vla_rl.episode import ChunkStep, Episode, EpisodeSpec, FlowRecord, Observation
+from vla_rl.episode import ChunkStep, Episode, EpisodeSpec, Float32, FlowRecord, Observation
 from vla_rl.policies.base import TransitionBatch
 
 
@@ -26,17 +25,11 @@ class StaleRollout(RuntimeError):
 
 
 @dataclass(frozen=True)
-class TrainingRows:
-    """The chunks of a step's episodes, in spec order."""
+class RowScalars:
+    """The chunks of a step's episodes, in spec order: what advantages are made of, without pictures and records."""
 
-    observations: list[Observation]
-    """B observations, each before its chunk."""
-    record: TransitionBatch
-    """What was sampled."""
     mask_BC: Tensor
     """bool[B, C]: executed, and not by a person; all False for episodes that count nothing."""
-    behaviour_BC: Tensor
-    """float32[B, C]: log-probabilities as recorded by who acted."""
     value_B: Tensor
     """float32[B]: the critic's estimate at the rollout; zeros without a critic."""
     episode_B: Tensor
@@ -45,29 +38,50 @@ class TrainingRows:
     """int64[B]: version of the weights that acted."""
 
     def __len__(self) -> int:
-        return len(self.observations)
+        return len(self.value_B)
 
 
-def training_rows(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_length: int) -> TrainingRows:
-    """One row per chunk of `episodes`, then of `masked`, whose masks are all False. Raises ValueError for a chunk without a record."""
+@dataclass(frozen=True)
+class TrainingRows(RowScalars):
+    """The same chunks with everything that an update needs."""
+
+    observations: list[Observation]
+    """B observations, each before its chunk."""
+    record: TransitionBatch
+    """What was sampled."""
+    behaviour_BC: Tensor
+    """float32[B, C]: log-probabilities as recorded by who acted."""
+
+
+def row_scalars(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_length: int) -> RowScalars:
+    """One row per chunk of `episodes`, then of `masked`, whose masks are all False."""
     every = [*episodes, *masked]
     steps = [step for episode in every for step in episode.steps]
-    records = [_record_of(step, chunk_length) for step in steps]
     numbers = [number for number, episode in enumerate(every) for _ in episode.steps]
     mask_BC = action_mask_of(steps, chunk_length)
     mask_BC[torch.tensor(numbers, dtype=torch.int64) >= len(episodes)] = False
+    return RowScalars(
+        mask_BC=mask_BC,
+        value_B=torch.tensor([step.proposed.value or 0.0 for step in steps], dtype=torch.float32),
+        episode_B=torch.tensor(numbers, dtype=torch.int64),
+        version_B=torch.tensor([step.proposed.weights_version for step in steps], dtype=torch.int64),
+    )
+
+
+def training_rows(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_length: int) -> TrainingRows:
+    """The rows of `row_scalars` with pictures and records. Raises ValueError for a chunk without a record."""
+    scalars = row_scalars(episodes, masked, chunk_length)
+    steps = [step for episode in (*episodes, *masked) for step in episode.steps]
+    records = [_record_of(step, chunk_length) for step in steps]
     return TrainingRows(
+        **vars(scalars),
         observations=[step.observation for step in steps],
         record=TransitionBatch(
             torch.stack([torch.from_numpy(record.x_t) for record in records]),
             torch.stack([torch.from_numpy(record.x_next) for record in records]),
             torch.stack([torch.from_numpy(record.denoise_index) for record in records]),
         ),
-        mask_BC=mask_BC,
         behaviour_BC=torch.stack([torch.from_numpy(record.log_prob_C) for record in records]),
-        value_B=torch.tensor([step.proposed.value or 0.0 for step in steps], dtype=torch.float32),
-        episode_B=torch.tensor(numbers, dtype=torch.int64),
-        version_B=torch.tensor([step.proposed.weights_version for step in steps], dtype=torch.int64),
     )
 
 
@@ -79,7 +93,7 @@ def _record_of(step: ChunkStep, chunk_length: int) -> FlowRecord:
     return record
 
 
-def staleness(rows: TrainingRows, trainer_version: int, most: int) -> Tensor:
+def staleness(rows: RowScalars, trainer_version: int, most: int) -> Tensor:
     """int64[B]: how many versions older than the trainer's each row's weights are. Raises StaleRollout beyond `most`, or below 0."""
     age_B = trainer_version - rows.version_B
     if len(age_B) and not 0 <= int(age_B.min()) <= int(age_B.max()) <= most:
@@ -106,17 +120,19 @@ class Advantages:
 
 def advantages(
     episodes: Sequence[Episode],
-    rows: TrainingRows,
+    earned: Sequence[Sequence[Float32]],
+    rows: RowScalars,
     final_values: Mapping[str, float],
     penalty_B: Tensor | None,
     algorithm: AlgorithmConfig,
 ) -> Advantages:
-    """Advantages and returns of `rows`, which are those of `episodes` in order.
+    """Advantages and returns of `rows`, which are those of `episodes` in order; pictures and records may have been left out.
 
-    `final_values` holds the critic's value of the final observation by `EpisodeSpec.key`, for episodes that were truncated;
-    `penalty_B` float32[B] is subtracted from each chunk's reward (KL to the reference, where it belongs into the reward).
+    `earned` holds each episode's rewards as `episode_rewards` gives them, float32[E] per chunk; `final_values` the critic's value of the
+    final observation by `EpisodeSpec.key`, for episodes that were truncated; `penalty_B` float32[B] is subtracted from each chunk's
+    reward (KL to the reference, where it belongs into the reward).
     """
-    rewards = [_chunk_rewards(episode, algorithm) for episode in episodes]
+    rewards = [_chunk_rewards(parts, algorithm) for parts in earned]
     if penalty_B is not None:
         parts = penalty_B.double().split([len(episode.steps) for episode in episodes])
         rewards = [reward_T - part for reward_T, part in zip(rewards, parts, strict=True)]
@@ -134,9 +150,8 @@ def advantages(
     return Advantages(advantage_B.float(), return_B.float(), explained, mean_return)
 
 
-def _chunk_rewards(episode: Episode, algorithm: AlgorithmConfig) -> Tensor:
+def _chunk_rewards(parts: Sequence[Float32], algorithm: AlgorithmConfig) -> Tensor:
     """float64[T]: reward of each chunk, discounted inside it only where GAE discounts by control step."""
-    parts = episode_rewards(episode, algorithm.reward)
     if algorithm.group is not None:
         return torch.tensor([float(part.sum()) for part in parts], dtype=torch.float64)
     return torch.tensor([chunk_reward(part.tolist(), algorithm.gae) for part in parts], dtype=torch.float64)

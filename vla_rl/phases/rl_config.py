@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vla_rl.algorithms.batches import require_divisible
 from vla_rl.algorithms.config import AlgorithmConfig
+from vla_rl.cluster.config import ClusterConfig
 from vla_rl.config import ConfigError
 from vla_rl.datasets.loader import DataConfig
 from vla_rl.engine.config import EngineConfig
@@ -53,6 +55,8 @@ class RlConfig:
     """The simulator of the rollouts."""
     pool: PoolConfig = field(default_factory=PoolConfig)
     """How many of them, and their deadlines."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Which roles there are, and where they run; `env` and `pool` are each rollout worker's."""
     rollout_batch_size: int | None = None
     """Rows of every forward pass during rollouts; none: pool.workers. At least 1."""
     gradient_noise_every: int = 0
@@ -74,6 +78,7 @@ class RlConfig:
         self._check_ranges()
         self._check_engine()
         self._check_companions()
+        self._check_cluster()
 
     @property
     def rollout_rows(self) -> int:
@@ -105,6 +110,26 @@ class RlConfig:
         if self.engine.ema_decay is not None:
             raise ConfigError(
                 f"engine.ema_decay is {self.engine.ema_decay}; the policy that acts must be the one that learns, so leave it out"
+            )
+
+    def _check_cluster(self) -> None:
+        if self.cluster.placement == "colocated" and self.algorithm.max_staleness:
+            raise ConfigError(
+                f"cluster.placement is 'colocated' and algorithm.max_staleness {self.algorithm.max_staleness}: roles that take turns on "
+                "a device do not overlap; set max_staleness: 0, or placement: split"
+            )
+        require_divisible(
+            "algorithm.global_batch_size",
+            self.algorithm.global_batch_size,
+            "algorithm.micro_batch_size_per_rank x cluster.trainer_ranks",
+            self.algorithm.micro_batch_size_per_rank * self.cluster.trainer_ranks,
+        )
+        if self.demonstrations is not None:
+            require_divisible(
+                "algorithm.cloning.global_batch_size",
+                self.algorithm.cloning.global_batch_size,
+                "cluster.trainer_ranks",
+                self.cluster.trainer_ranks,
             )
 
     def _check_companions(self) -> None:

@@ -1,22 +1,26 @@
-"""One rollout: the episodes of an RL step, with everything the update needs from the weights that acted."""
+"""One rollout as the driver knows it: ids, scalars, and parcels that it does not open."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
-from vla_rl.algorithms.config import AlgorithmConfig
-from vla_rl.episode import Episode, Outcome
-from vla_rl.phases.rl_specs import StepSource, TrainingScenes
-from vla_rl.policies.pi0.policy import Pi0Policy
-from vla_rl.policy_actor import PolicyActor
-from vla_rl.rollout import look_of, run_episodes
-from vla_rl.sim.base import EnvPool
-from vla_rl.telemetry.spans import span
+from vla_rl.cluster.backend import Parcel
+from vla_rl.episode import ChunkStep, Episode, Float32, Observation, Outcome
+
+
+@dataclass(frozen=True)
+class RolledEpisode:
+    """An episode that ended on a rollout worker."""
+
+    episode: Episode
+    """Without pictures and records (`without_arrays`)."""
+    earned: list[Float32]
+    """Its rewards, float32[E] per chunk, computed where the pictures are."""
+    parcel: Parcel
+    """The whole episode."""
 
 
 @dataclass
@@ -25,11 +29,9 @@ class Rollout:
 
     step: int
     """Number of the RL step that trains on it, from 0."""
-    version: int
-    """Version of the weights that acted."""
-    episodes: list[Episode]
+    episodes: list[RolledEpisode]
     """To train on."""
-    masked: list[Episode]
+    masked: list[RolledEpisode]
     """In the batch with weight 0 (`group.filter.rejected: mask`)."""
     final_values: dict[str, float]
     """`EpisodeSpec.key` -> the critic's value of the final observation, for episodes that did not succeed."""
@@ -40,45 +42,35 @@ class Rollout:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """Busy seconds by part, over all envs: `physics`, `render`, `reset`, `policy_forward`; and `wall`."""
 
+    @property
+    def parcels(self) -> tuple[list[Parcel], list[Parcel]]:
+        """Those of `episodes`, and those of `masked`."""
+        return [rolled.parcel for rolled in self.episodes], [rolled.parcel for rolled in self.masked]
 
-def roll_out(
-    step: int, first_group: int, scenes: TrainingScenes, algorithm: AlgorithmConfig, pool: EnvPool, actor: PolicyActor, rows: int
-) -> Rollout:
-    """Run the episodes of an RL step with the weights that `actor` has. `rows` is the size of its batches."""
-    source = StepSource(scenes, first_group, algorithm)
-    look = look_of(actor.needs)
-    started, forwards, busy_s = time.perf_counter(), actor.forwards, actor.busy_s
-    for _ in run_episodes(pool, actor, source, lambda spec: look):
-        pass
-    wall_s = time.perf_counter() - started
-    episodes, masked = source.episodes()
-    every = source.all_episodes()
-    values: dict[str, float] = {}
-    if algorithm.critic is not None:
-        with span("final_values"):
-            values = final_values(actor.policy, [*episodes, *masked], rows)  # type: ignore[arg-type]
-    metrics = rollout_metrics(every, wall_s) | {f"groups_{name}": float(count) for name, count in source.plan().counts.items()}
-    chunks = sum(len(episode.steps) for episode in every)
-    metrics["batch_fill"] = chunks / max((actor.forwards - forwards) * rows, 1)
-    seconds = busy_seconds(every) | {"policy_forward": actor.busy_s - busy_s, "wall": wall_s}
-    return Rollout(step, actor.weights_version, episodes, masked, values, source.next_group, metrics, seconds)
+    def with_parcels(self, change: Callable[[Parcel], Parcel]) -> Rollout:
+        """The same rollout with each parcel replaced, in order."""
+        episodes = [replace(rolled, parcel=change(rolled.parcel)) for rolled in self.episodes]
+        masked = [replace(rolled, parcel=change(rolled.parcel)) for rolled in self.masked]
+        return replace(self, episodes=episodes, masked=masked)
+
+    def release(self) -> None:
+        """Its parcels are not needed any more."""
+        for parcel in (*self.parcels[0], *self.parcels[1]):
+            parcel.release()
 
 
-def final_values(policy: Pi0Policy, episodes: Sequence[Episode], rows: int) -> dict[str, float]:
-    """The critic's value after the last action of every episode that did not succeed, in batches of the rollout's shape."""
-    ended = [episode for episode in episodes if not episode.success]
-    values: dict[str, float] = {}
-    for start in range(0, len(ended), rows):
-        part = ended[start : start + rows]
-        observations = [episode.final_observation for episode in part]
-        padded = [observation for observation in observations if observation is not None]
-        if len(padded) < len(part):
-            raise ValueError(f"{part[0].spec.key} and others ended without a final observation, so the value to bootstrap from is missing")
-        padded += [padded[0]] * (rows - len(padded))
-        with torch.no_grad():
-            value_B = policy.value(policy.preprocess(padded))
-        values |= {episode.spec.key: float(value) for episode, value in zip(part, value_B)}
-    return values
+def without_arrays(episode: Episode) -> Episode:
+    """The episode with all that a driver needs (spec, outcome, actions, values, versions, times) and without pictures and records."""
+    timing = {name: episode.provenance[name] for name in ("reset_s", "earlier_faults") if name in episode.provenance}
+    steps = [_small_step(step) for step in episode.steps]
+    return replace(episode, steps=steps, final_observation=None, provenance=timing)
+
+
+def _small_step(step: ChunkStep) -> ChunkStep:
+    observation = Observation({}, step.observation.state, "")
+    return replace(
+        step, observation=observation, proposed=replace(step.proposed, record=None), frames={}, sim_states_ED=None, robot_states_ER=None
+    )
 
 
 def rollout_metrics(episodes: Sequence[Episode], wall_s: float) -> dict[str, float]:

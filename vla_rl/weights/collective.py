@@ -148,9 +148,14 @@ class CollectiveReceiver:
     def verify(self, policy: nn.Module) -> str:
         """The digest (hex) of `policy`. Raises WeightSyncError unless it is what was pushed, or where the last push had no digests."""
         self._require_own(policy)
+        return self.verify_copy(policy)
+
+    def verify_copy(self, policy: nn.Module) -> str:
+        """The same for another policy that was given this one's weights."""
         if not self._digests:
             raise WeightSyncError(f"version {self.version} came without digests; call request_digest() on the sender before its push")
-        held = {entry.name: tensor_digest(tensor) for entry, tensor in zip(self.layout.synced, self._tensors)}
+        weights = held_weights(policy)
+        held = {entry.name: tensor_digest(weights[entry.name]) for entry in self.layout.synced}
         require_same_digests(held, self._digests, self.version)
         return combined_digest(held)
 

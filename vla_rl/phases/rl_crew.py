@@ -1,0 +1,141 @@
+"""All roles of a run as the driver holds them: started, connected by weights, replaced when a worker dies."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from vla_rl.cluster.backend import Backend, Member, Pending, call_all, gather
+from vla_rl.cluster.errors import RoleLost
+from vla_rl.cluster.rendezvous import Rendezvous
+from vla_rl.phases.rl_config import RlConfig
+from vla_rl.phases.rl_trainer import TrainerRank
+from vla_rl.phases.rl_worker import RolloutWorker
+from vla_rl.sim.pool import MakeEnv
+from vla_rl.weights.errors import WeightSyncError
+from vla_rl.weights.transport import CollectiveAddress, Transport
+
+_LOG = logging.getLogger(__name__)
+MOST_LIVES = 3
+"""How often in a row a worker may be lost without one episode in between."""
+TRANSPORTS: dict[str, Transport] = {"inline": "in_place", "process": "shared_memory", "ray": "collective"}
+"""How weights travel, by `cluster.backend`."""
+
+
+class Crew:
+    """Trainer ranks and rollout workers. The trainer's methods are for the driver's main thread, the others for who makes rollouts."""
+
+    def __init__(self, config: RlConfig, backend: Backend, make_env: MakeEnv, meeting: Rendezvous | None) -> None:
+        """Start every role; they come up at the same time. Raises what the first one raises that does not."""
+        self.backend, self._config, self._make_env, self._meeting = backend, config, make_env, meeting
+        self.trainers = [backend.start("trainer", rank, TrainerRank, config, rank, meeting) for rank in range(config.cluster.trainer_ranks)]
+        self.workers = [self._start_worker(index) for index in range(config.cluster.rollout_workers)]
+        self._lives = [1] * len(self.workers)
+        members: list[Member] = [*self.trainers, *self.workers]
+        gather(backend, members, [member.ready for member in members])
+        self._transport = TRANSPORTS[config.cluster.backend]
+        self._weights_turn = threading.Lock()
+        self._address: Any = None
+        self._version = -1
+        self._delivered = True
+
+    def train(self, method: str, *arguments: Any) -> Any:
+        """`method` on every trainer rank; the answer of rank 0."""
+        return call_all(self.backend, self.trainers, method, *arguments)[0]
+
+    def update(self, *arguments: Any) -> dict[str, float]:
+        """One step's update; the numbers of rank 0, and of all ranks the largest distance from the rollout's log-probabilities."""
+        numbers = call_all(self.backend, self.trainers, "update", *arguments)
+        largest = "log_prob_gap_largest"
+        return numbers[0] | {largest: max(one[largest] for one in numbers)}
+
+    def open_weights(self, version: int) -> None:
+        """Connect workers and trainer ranks, and hand out the first weights."""
+        with self._weights_turn:
+            self._connect()
+            self._push(version)
+
+    def push(self, version: int) -> dict[str, float]:
+        """Hand out the weights of `version`. Where a worker is dead they are sent again when it was replaced."""
+        with self._weights_turn:
+            return self._push(version)
+
+    def begin(self) -> None:
+        """Have every worker pull the newest weights, the lost ones replaced first."""
+        while True:
+            losses = [(worker, loss) for worker, member in enumerate(self.workers) if (loss := self.backend.loss_of(member)) is not None]
+            for worker, loss in losses:
+                self.replace(worker, loss)
+            if self._delivered:
+                break
+        self.call_each("begin", [()] * len(self.workers))
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """`method` on every worker with its own arguments; a worker that is lost meanwhile is replaced and asked again."""
+        calls = [member.call(method, *own) for member, own in zip(self.workers, arguments, strict=True)]
+        return [self._insist(worker, call, method, own) for worker, (call, own) in enumerate(zip(calls, arguments))]
+
+    def replace(self, worker: int, loss: RoleLost) -> None:
+        """Give a lost worker another life, with the newest weights. Raises `loss` where it keeps dying."""
+        if self._lives[worker] >= MOST_LIVES:
+            raise loss
+        self._lives[worker] += 1
+        _LOG.warning("%s; starting it again", loss)
+        self.workers[worker] = self._start_worker(worker)
+        self.workers[worker].ready.result()
+        with self._weights_turn:
+            if self._transport == "collective":
+                self._connect()
+                self._push(self._version)
+            else:
+                self.workers[worker].call("connect", self._address).result()
+        self.workers[worker].call("begin").result()
+
+    def proved_alive(self, worker: int) -> None:
+        """It finished an episode."""
+        self._lives[worker] = 1
+
+    def received_bytes(self) -> int:
+        """Bytes of all answers that reached the driver so far."""
+        return sum(member.received_bytes for member in (*self.trainers, *self.workers))
+
+    def _insist(self, worker: int, call: Pending, method: str, arguments: tuple[Any, ...]) -> Any:
+        while True:
+            try:
+                return call.result()
+            except RoleLost as loss:
+                self.replace(worker, loss)
+                call = self.workers[worker].call(method, *arguments)
+
+    def _start_worker(self, index: int) -> Member:
+        return self.backend.start("worker", index, RolloutWorker, self._config, index, self._make_env)
+
+    def _connect(self) -> None:
+        if self._transport != "collective":
+            self._address = self.train("open_weights", self._transport)
+            call_all(self.backend, self.workers, "connect", self._address)
+            return
+        assert self._meeting is not None, "roles on several machines have a place to meet"
+        generation = 0 if self._address is None else self._address.generation + 1
+        channel = "nccl" if self._config.cluster.gpus_per_node else "gloo"
+        self._address = CollectiveAddress(self._meeting, generation, len(self.workers), channel)
+        calls = [member.call("connect", self._address, beside=True) for member in self.workers]
+        calls += [member.call("open_weights", self._transport, self._address) for member in self.trainers]
+        gather(self.backend, [*self.workers, *self.trainers], calls)
+
+    def _push(self, version: int) -> dict[str, float]:
+        self._version, self._delivered = version, False
+        receivers = self.workers if self._transport == "collective" else []
+        calls = [member.call("receive", beside=True) for member in receivers]
+        calls += [member.call("push", version) for member in self.trainers]
+        try:
+            answers = gather(self.backend, [*self.trainers, *self.workers], calls)
+        except (WeightSyncError, RoleLost):
+            dead = [loss for member in self.trainers if (loss := self.backend.loss_of(member)) is not None]
+            if dead or all(self.backend.loss_of(member) is None for member in self.workers):
+                raise
+            return {}
+        self._delivered = True
+        return answers[len(receivers)]
