@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vla_rl.config import ConfigError
 from vla_rl.episode import Observation
-from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec, ScoredTransitions, TransitionBatch
+from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec, ScoredTransitions
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.processor import Normalization, Processor
 from vla_rl.policies.tokenizer import PromptTokenizer
@@ -90,7 +90,7 @@ class PolicyModule(nn.Module, ABC):
         """See `Policy.act`."""
 
     @abstractmethod
-    def log_prob(self, batch: Batch, record: TransitionBatch, exploration: Exploration) -> ScoredTransitions:
+    def log_prob(self, batch: Batch, record: Any, exploration: Exploration) -> ScoredTransitions:
         """See `Policy.log_prob`."""
 
     @abstractmethod

@@ -202,6 +202,20 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class TokenRecord:
+    """What a learner needs to recompute the log-probability of a chunk that a token policy wrote."""
+
+    tokens: Int64
+    """int64[T]: the reasoning's tokens, then the actions'."""
+    mask: Bool
+    """bool[T]: real tokens."""
+    log_prob_C: Float32
+    """float32[C]: per action, summed over its tokens; tokens of no single action count with the first."""
+    well_formed: bool | None = None
+    """Whether the reasoning has the right form; None for a policy that does not reason."""
+
+
+@dataclass(frozen=True)
 class ActionChunk:
     """What an actor proposes."""
 
@@ -209,7 +223,7 @@ class ActionChunk:
     """float32[C, 7], environment units."""
     labels_CA: Float32 | None = None
     """float32[C, 7]: the clean intention, where it differs from the action (a noisy expert)."""
-    record: FlowRecord | None = None
+    record: FlowRecord | TokenRecord | None = None
     """For learning."""
     value: float | None = None
     """The critic's estimate at this observation."""

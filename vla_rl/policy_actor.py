@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from vla_rl.actors import ActorNeeds
-from vla_rl.episode import ActionChunk, Episode, EpisodeSpec, FlowRecord, Observation, noise_seed
-from vla_rl.policies.base import Policy, PolicyOutput
+from vla_rl.episode import ActionChunk, Episode, EpisodeSpec, Observation, noise_seed
+from vla_rl.policies.base import Policy
 from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.policies.records import record_of
 from vla_rl.telemetry.spans import span
 
 
@@ -143,21 +144,9 @@ class PolicyActor:
         return [
             ActionChunk(
                 actions_CA=np.ascontiguousarray(actions_BCA[row, :horizon]),
-                record=flow_record(output, row),
+                record=record_of(output, row),
                 value=None if output.value_B is None else float(output.value_B[row]),
                 weights_version=self.weights_version,
             )
             for row in range(len(requests))
         ]
-
-
-def flow_record(output: PolicyOutput, row: int) -> FlowRecord | None:
-    """One row's record for learners; None if the policy acted deterministically."""
-    if output.x_t_BKCA is None or output.x_next_BKCA is None or output.denoise_index_BK is None or output.log_prob_BC is None:
-        return None
-    return FlowRecord(
-        x_t=output.x_t_BKCA[row].float().cpu().numpy(),
-        x_next=output.x_next_BKCA[row].float().cpu().numpy(),
-        denoise_index=output.denoise_index_BK[row].cpu().numpy(),
-        log_prob_C=output.log_prob_BC[row].float().cpu().numpy(),
-    )

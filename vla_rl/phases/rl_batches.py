@@ -16,8 +16,9 @@ from vla_rl.algorithms.advantages import Moments, chunk_gae, chunk_reward, group
 from vla_rl.algorithms.config import AlgorithmConfig
 from vla_rl.algorithms.health import explained_variance
 from vla_rl.algorithms.masks import action_mask_of
-from vla_rl.episode import ChunkStep, Episode, EpisodeSpec, Float32, FlowRecord, Observation
-from vla_rl.policies.base import TransitionBatch
+from vla_rl.episode import ChunkStep, Episode, EpisodeSpec, Float32, FlowRecord, Observation, TokenRecord
+from vla_rl.policies.base import RecordBatch
+from vla_rl.policies.records import stack_records
 
 
 class StaleRollout(RuntimeError):
@@ -47,7 +48,7 @@ class TrainingRows(RowScalars):
 
     observations: list[Observation]
     """B observations, each before its chunk."""
-    record: TransitionBatch
+    record: RecordBatch
     """What was sampled."""
     behaviour_BC: Tensor
     """float32[B, C]: log-probabilities as recorded by who acted."""
@@ -76,16 +77,12 @@ def training_rows(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_
     return TrainingRows(
         **vars(scalars),
         observations=[step.observation for step in steps],
-        record=TransitionBatch(
-            torch.stack([torch.from_numpy(record.x_t) for record in records]),
-            torch.stack([torch.from_numpy(record.x_next) for record in records]),
-            torch.stack([torch.from_numpy(record.denoise_index) for record in records]),
-        ),
+        record=stack_records(records),
         behaviour_BC=torch.stack([torch.from_numpy(record.log_prob_C) for record in records]),
     )
 
 
-def _record_of(step: ChunkStep, chunk_length: int) -> FlowRecord:
+def _record_of(step: ChunkStep, chunk_length: int) -> FlowRecord | TokenRecord:
     record = step.proposed.record
     if record is None or record.log_prob_C.shape != (chunk_length,):
         found = None if record is None else list(record.log_prob_C.shape)

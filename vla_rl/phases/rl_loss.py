@@ -27,7 +27,7 @@ from vla_rl.algorithms.reductions import reduce_per_action
 from vla_rl.algorithms.weights import ElementWeights
 from vla_rl.episode import ACTION_DIM
 from vla_rl.phases.rl_batches import TrainingRows
-from vla_rl.policies.base import LossSums, ScoredTransitions, TransitionBatch
+from vla_rl.policies.base import LossSums, RecordBatch, ScoredTransitions
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class MicroBatch:
 
     index_W: Tensor
     """int64[W]: which rows."""
-    record: TransitionBatch
+    record: RecordBatch
     mask_WC: Tensor
     behaviour_WC: Tensor
     weights: ElementWeights
@@ -148,4 +148,4 @@ def _velocity_term(scored: ScoredTransitions, target_WKCA: Tensor | None, micro:
 
 
 def _reduce(value_WC: Tensor, micro: MicroBatch, algorithm: AlgorithmConfig) -> Tensor:
-    return reduce_per_action(value_WC, micro.mask_WC, algorithm.log_prob, ACTION_DIM, micro.record.x_t_BKCA.shape[1])
+    return reduce_per_action(value_WC, micro.mask_WC, algorithm.log_prob, ACTION_DIM, micro.record.kept_steps)

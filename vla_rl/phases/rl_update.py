@@ -91,7 +91,7 @@ def score(learner: Learner, rows: TrainingRows, policy: PolicyModule | None) -> 
 def reduced(learner: Learner, rows: TrainingRows, value_BC: Tensor) -> Tensor:
     """float32[B, U]: per-action numbers of all rows, reduced as the ratios are."""
     algorithm = learner.algorithm
-    return reduce_per_action(value_BC, rows.mask_BC, algorithm.log_prob, ACTION_DIM, rows.record.x_t_BKCA.shape[1])
+    return reduce_per_action(value_BC, rows.mask_BC, algorithm.log_prob, ACTION_DIM, rows.record.kept_steps)
 
 
 def kl_penalty(learner: Learner, rows: TrainingRows, reference: Scores) -> Tensor:
