@@ -1,0 +1,50 @@
+"""A 3Dconnexion SpaceMouse on this machine, through the optional package `pyspacemouse`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from vla_rl.collection.devices.base import Event, Shaping
+from vla_rl.collection.devices.polled import PolledDevice, RawInput
+from vla_rl.errors import UserError
+
+POLL_HZ = 100.0
+"""The device reports up to 100 times a second; a slower reader would see old values."""
+
+
+class DeviceMissing(UserError):
+    """A device, or the package that talks to it, is not there."""
+
+
+def open_spacemouse(shaping: Shaping) -> PolledDevice:
+    """The first SpaceMouse of this machine. Raises DeviceMissing with what to install or plug in."""
+    try:
+        package: Any = importlib.import_module("pyspacemouse")
+    except ImportError as error:
+        raise DeviceMissing(f"device 'spacemouse' needs pyspacemouse ({error}); pip install 'vla-rl[spacemouse]' and libhidapi") from error
+    mouse = package.open()
+    if not mouse:
+        raise DeviceMissing("no SpaceMouse found; plug it in, and let this user read /dev/hidraw* (a udev rule for vendor 256f or 046d)")
+    buttons = _Buttons()
+    return PolledDevice(lambda: buttons.input_of(mouse.read()), shaping, POLL_HZ, mouse.close)
+
+
+class _Buttons:
+    """Left button: gripper. Right button: take over, and hand back."""
+
+    def __init__(self) -> None:
+        self._before: tuple[bool, bool] = (False, False)
+        self._driving = False
+
+    def input_of(self, state: Any) -> RawInput:
+        """pyspacemouse reports x right, y forward, z up; LIBERO's base frame is x forward, y left, z up."""
+        pressed = tuple(bool(button) for button in (*state.buttons, False, False)[:2])
+        left, right = (now and not before for now, before in zip(pressed, self._before))
+        self._before = pressed[0], pressed[1]
+        events: tuple[Event, ...] = ()
+        if right:
+            self._driving = not self._driving
+            events = (Event.TAKE_OVER if self._driving else Event.HAND_BACK,)
+        axes = (state.y, -state.x, state.z, state.roll, state.pitch, -state.yaw)
+        return RawInput(axes, toggles_gripper=left, events=events)
