@@ -80,6 +80,24 @@ def test_every_step_leaves_its_numbers_and_a_policy(straight: RlConfig, initial:
     assert any(name.startswith("model.expert.") for name in moved) and any(name.startswith("model.vision.") for name in moved)
 
 
+def rows_of(config: RlConfig) -> list[dict[str, Any]]:
+    """Rows of episodes, without what depends on the clock."""
+    rows = read_jsonl(Path(config.run_dir) / "episodes.jsonl")
+    return [{name: value for name, value in row.items() if name != "wall_s"} for row in rows]
+
+
+def test_every_episode_leaves_a_row(straight: RlConfig) -> None:
+    rows = rows_of(straight)
+    assert [row["step"] for row in rows] == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    assert len({row["key"] for row in rows}) == 16, "no scene is used twice"
+    for row in rows:
+        assert row["weights_version"] == row["step"] - 1 and row["return"] == float(row["success"])
+        assert row["outcome"] == ("success" if row["success"] else "failure") and 1 <= row["steps"] <= 10
+        assert row["init_hash"] and row["instruction"].startswith("reach the ")
+    for step, metrics in enumerate(metrics_of(straight), start=1):
+        assert metrics["success"] == sum(row["success"] for row in rows if row["step"] == step) / 4
+
+
 def test_a_steps_time_is_explained(straight: RlConfig) -> None:
     shares = leaf_shares(read_jsonl(Path(straight.run_dir) / "spans.jsonl"), "rl_step")
     assert abs(shares["unaccounted"]) <= 0.05
@@ -94,6 +112,7 @@ def test_two_and_two_steps_equal_four(straight: RlConfig, initial: Path, tmp_pat
     assert rl.run_rl(config) == 0
     assert same_weights(config, straight)
     assert metrics_of(config) == metrics_of(straight)
+    assert rows_of(config) == rows_of(straight)
 
 
 def test_pools_and_their_timing_change_nothing(straight: RlConfig, initial: Path, tmp_path: Path) -> None:
@@ -294,4 +313,5 @@ def test_killed_at_random_moments_each_step_is_there_exactly_once(straight: RlCo
         child.wait()
     assert start(config, tmp_path).wait() == 0
     assert len(metrics_of(config)) == 4
+    assert rows_of(config) == rows_of(straight)
     assert same_weights(config, straight)

@@ -27,6 +27,7 @@ from vla_rl.phases.rl_best import evaluate_and_keep_best
 from vla_rl.phases.rl_collect import Collector, Rollouts
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_crew import Crew
+from vla_rl.phases.rl_episodes import drop_steps_after, write_rows
 from vla_rl.phases.rl_report import step_report
 from vla_rl.phases.rl_rollout import Rollout
 from vla_rl.phases.rl_specs import training_scenes
@@ -64,6 +65,7 @@ def run_rl(config: RlConfig, make_env: MakeEnv = make_env) -> int:
         interrupt = stack.enter_context(Interrupt())
         rl = _prepare(config, make_env, stack)
         log = stack.enter_context(MetricLog(rl.run, config.loggers, config, rl.step))
+        drop_steps_after(rl.run.episodes_file, rl.step)
         progress = stack.enter_context(UpdateProgress("rl", config.steps, rl.step, config.show_progress))
         spans = open_span_log(rl.run.spans_file, role="driver")
         stack.callback(close_span_log)
@@ -78,22 +80,30 @@ def _train(rl: _Run, interrupt: Interrupt, log: MetricLog, progress: UpdateProgr
         spans.rows.clear()
         with span("rl_step"):
             metrics, rollout = rl_step(rl)
+            _log_step(rl, log, metrics, rollout)
+            validation = dict[str, float]()
             due = rl.step % config.checkpoint_every == 0 or rl.step == config.steps or interrupt.requested
             if due:
                 with span("checkpoint"):
                     saved_at = _save(rl)
             if due and config.evaluation.every and rl.step % config.evaluation.every == 0:
                 with span("evaluation"), interrupt.breaking():
-                    values, rl.best = evaluate_and_keep_best(config, rl.run, rl.step, rl.best)
-                    metrics |= values
+                    validation, rl.best = evaluate_and_keep_best(config, rl.run, rl.step, rl.best)
         envs = config.cluster.rollout_workers * config.pool.workers
         report, numbers = step_report(spans.rows, rollout.seconds, envs, metrics["batch_fill"])
-        log.write(rl.step, {name: value for name, value in (metrics | numbers).items() if math.isfinite(value)})
+        log.write(rl.step, numbers | validation)
         progress.advance(rl.step, f"success {metrics.get('success', float('nan')):.0%}")
         if config.show_progress:
             print(report, file=sys.stderr)
     if saved_at != rl.step:
         _save(rl)
+
+
+def _log_step(rl: _Run, log: MetricLog, metrics: dict[str, float], rollout: Rollout) -> None:
+    """A step's numbers and episodes, before its checkpoint: a step that a checkpoint holds never runs again, so its rows must be there."""
+    with span("log"):
+        write_rows(rl.run.episodes_file, rollout.rows)
+        log.write(rl.step, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
 
 def rl_step(rl: _Run) -> tuple[dict[str, float], Rollout]:

@@ -13,6 +13,7 @@ from vla_rl.cluster.errors import RoleLost
 from vla_rl.episode import Episode, EpisodeSpec
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_crew import Crew
+from vla_rl.phases.rl_episodes import rollout_row
 from vla_rl.phases.rl_rollout import RolledEpisode, Rollout, busy_seconds, rollout_metrics
 from vla_rl.phases.rl_specs import StepSource, TrainingScenes
 from vla_rl.phases.rl_worker import Work
@@ -91,6 +92,7 @@ class Collector:
         source.report(episode)
 
     def _rollout(self, step: int, source: StepSource, started: float) -> Rollout:
+        rows = [rollout_row(episode, self._rolled[episode.spec.key].earned, step + 1) for episode in source.all_episodes()]
         trained, masked = ([self._rolled.pop(episode.spec.key) for episode in part] for part in source.episodes())
         works = self._finish([*trained, *masked])
         for left_out in self._rolled.values():
@@ -98,10 +100,12 @@ class Collector:
         every, wall_s = source.all_episodes(), time.perf_counter() - started
         metrics = rollout_metrics(every, wall_s) | {f"groups_{name}": float(count) for name, count in source.plan().counts.items()}
         forwards = sum(work.forwards for work in works)
+        if self._config.vllm is not None:
+            metrics["vllm_starts"] = float(sum(work.vllm_starts for work in works))
         metrics["batch_fill"] = _chunks(every) / max(forwards * self._config.rollout_rows, 1)
         seconds = busy_seconds(every) | {"policy_forward": sum(work.busy_s for work in works), "wall": wall_s}
         values = {key: value for work in works for key, value in work.final_values.items()}
-        return Rollout(step, trained, masked, values, source.next_group, metrics, seconds)
+        return Rollout(step, trained, masked, values, source.next_group, metrics, seconds, rows)
 
     def _finish(self, rolled: list[RolledEpisode]) -> list[Work]:
         """End the rollout on every worker; with a critic, each values the ends of the episodes that it ran."""

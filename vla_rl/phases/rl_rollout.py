@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,8 @@ class Rollout:
     """Numbers about all of its episodes, those that are left out included."""
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     """Busy seconds by part, over all envs: `physics`, `render`, `reset`, `policy_forward`; and `wall`."""
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """A row for `episodes.jsonl` of every episode, those that are left out included."""
 
     @property
     def parcels(self) -> tuple[list[Parcel], list[Parcel]]:
@@ -61,13 +64,13 @@ class Rollout:
 
 def without_arrays(episode: Episode) -> Episode:
     """The episode with all that a driver needs (spec, outcome, actions, values, versions, times) and without pictures and records."""
-    timing = {name: episode.provenance[name] for name in ("reset_s", "earlier_faults") if name in episode.provenance}
+    told = {name: episode.provenance[name] for name in ("reset_s", "earlier_faults", "initial_state_sha256") if name in episode.provenance}
     steps = [_small_step(step) for step in episode.steps]
-    return replace(episode, steps=steps, final_observation=None, provenance=timing)
+    return replace(episode, steps=steps, final_observation=None, provenance=told)
 
 
 def _small_step(step: ChunkStep) -> ChunkStep:
-    observation = Observation({}, step.observation.state, "")
+    observation = Observation({}, step.observation.state, step.observation.prompt)
     return replace(
         step, observation=observation, proposed=replace(step.proposed, record=None), frames={}, sim_states_ED=None, robot_states_ER=None
     )
