@@ -17,7 +17,8 @@ from vla_rl.actors import scripted_actor
 from vla_rl.collection.config import CollectConfig
 from vla_rl.collection.plan import noisy_expert, plan_demonstrations, provenance_of
 from vla_rl.collection.recorder import Recorder, fill_frames
-from vla_rl.datasets.store import EpisodeStore, merge
+from vla_rl.datasets.collected import Store, collected_store
+from vla_rl.datasets.store import merge
 from vla_rl.episode import Episode, EpisodeSpec
 from vla_rl.eval.results import EpisodeRow
 from vla_rl.rollout import ListSource, look_of, run_episodes
@@ -77,7 +78,7 @@ def collect(config: CollectConfig, make_env: MakeEnv = make_env) -> CollectSumma
     """
     specs = plan_demonstrations(config)
     run = RunDirectory.open(config.run_dir, config)
-    store = EpisodeStore(run.path / "episodes")
+    store = collected_store(run.path, config.format, config.pictures, config.compression)
     started = time.perf_counter()
     open_span_log(run.spans_file, role="collect")
     try:
@@ -89,11 +90,11 @@ def collect(config: CollectConfig, make_env: MakeEnv = make_env) -> CollectSumma
     summary = _summarize(specs, read_jsonl(run.episodes_file), recorded, time.perf_counter() - started)
     write_json(run.path / "summary.json", asdict(summary))
     if config.libero_files and summary.complete and summary.episodes:
-        merge([store.folder], run.path / "libero")
+        merge([run.path / "episodes"], run.path / "libero")
     return summary
 
 
-def _missing(specs: Sequence[EpisodeSpec], run: RunDirectory, store: EpisodeStore) -> list[int]:
+def _missing(specs: Sequence[EpisodeSpec], run: RunDirectory, store: Store) -> list[int]:
     """Numbers of the episodes without an outcome, or whose file is gone. Rows of what will run again are removed."""
     present = set(store.numbers())
     rows = read_jsonl(run.episodes_file)
@@ -105,7 +106,7 @@ def _missing(specs: Sequence[EpisodeSpec], run: RunDirectory, store: EpisodeStor
 
 
 def _record(
-    config: CollectConfig, run: RunDirectory, store: EpisodeStore, specs: Sequence[EpisodeSpec], missing: Sequence[int], make_env: MakeEnv
+    config: CollectConfig, run: RunDirectory, store: Store, specs: Sequence[EpisodeSpec], missing: Sequence[int], make_env: MakeEnv
 ) -> list[EpisodeRow]:
     """Run the missing episodes and write each when it ends."""
     numbers = {specs[number].key: number for number in missing}
@@ -114,7 +115,7 @@ def _record(
         with span("start_envs"):
             pool = stack.enter_context(closing(make_pool(config.pool, config.env, make_env)))
             fill = _renderer(config, make_env, stack)
-        recorder = Recorder(store, run.episodes_file, pool.spec, config.frame_every, config.keep_failures, config.compression)
+        recorder = Recorder(store, run.episodes_file, pool.spec, config.frame_every, config.keep_failures)
         progress = stack.enter_context(EpisodeProgress("collect", len(specs), len(specs) - len(missing), config.show_progress))
         for episode in _episodes(config, pool, [specs[number] for number in missing]):
             with span("write_episode"):
@@ -166,7 +167,7 @@ def _summarize(
 def summary_text(summary: CollectSummary, run_dir: str) -> str:
     """The summary for a person."""
     lines = [f"{name}: {counts} succeeded" for name, counts in summary.tasks.items()]
-    lines.append(f"{summary.episodes} episodes, {summary.steps} control steps, {summary.bytes / 2**20:.1f} MiB in {run_dir}/episodes")
+    lines.append(f"{summary.episodes} episodes, {summary.steps} control steps, {summary.bytes / 2**20:.1f} MiB in {run_dir}")
     lines.append(f"this start: {summary.recorded_now} episodes in {summary.wall_s:.0f} s, {summary.steps_per_s:.1f} control steps/s")
     if not summary.complete:
         lost = summary.planned - summary.finished

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vla_rl.datasets.collected import Format
 from vla_rl.datasets.hdf5 import DEFAULT_COMPRESSION, Compression
+from vla_rl.datasets.lerobot_format import Pictures
 from vla_rl.episode import SPLITS
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
@@ -41,8 +43,12 @@ class CollectConfig:
     """`afterwards` renders only episodes that are kept, by exact re-simulation in this process: pays when most are dropped."""
     keep_failures: bool = False
     """Also write episodes that did not reach the goal; they are counted in `episodes.jsonl` either way."""
+    format: Format = "hdf5"
+    """`hdf5` (LIBERO's schema, `episodes/`), `lerobot` (LeRobotDataset v3.0, `lerobot/`) or `both`. LeRobot needs frame_every 1."""
     compression: Compression = DEFAULT_COMPRESSION
-    """Of pictures: `lzf`, `gzip` (smaller, slower to read) or `none`."""
+    """Of pictures in HDF5: `lzf`, `gzip` (smaller, slower to read) or `none`."""
+    pictures: Pictures = "png"
+    """In LeRobot's format: `png` (exact) or video, `av1` (small) or `h264` (encodes and plays anywhere)."""
     libero_files: bool = False
     """When everything is recorded, also write LIBERO's form, one `TASK_demo.hdf5` per task, into `libero/` of the run directory."""
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -57,6 +63,10 @@ class CollectConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
+        if self.format != "hdf5" and self.frame_every != 1:
+            raise ValueError(f"format is {self.format!r} and frame_every {self.frame_every}; LeRobot has a picture in every row: set 1")
+        if self.libero_files and self.format == "lerobot":
+            raise ValueError("libero_files needs the HDF5 files: format 'hdf5' or 'both'")
         last = self.first_seed + self.episodes_per_task - 1
         if self.first_seed < 0 or last not in SPLITS["demonstrations"]:
             raise ValueError(

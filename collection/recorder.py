@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_rl.datasets.hdf5 import DEFAULT_COMPRESSION, Compression
-from vla_rl.datasets.store import EpisodeStore
+from vla_rl.datasets.collected import Store
 from vla_rl.episode import ChunkStep, Episode, Observation, Outcome
 from vla_rl.errors import UserError
 from vla_rl.eval.results import EpisodeRow, row_of
@@ -29,7 +28,7 @@ class ReplayMismatch(UserError):
 class Recorder:
     """Writes episodes into a store and a row for each of them, kept or not, into `episodes.jsonl`."""
 
-    store: EpisodeStore
+    store: Store
     log: Path
     """`episodes.jsonl`: rows of `eval.results.EpisodeRow`, with `number`, `kept` and `bytes`."""
     env: EnvSpec
@@ -38,7 +37,6 @@ class Recorder:
     """Pictures before control steps 0, k, 2k, ...; see `datasets/schema.py`."""
     keep_failures: bool = False
     """Also write episodes that reached no goal."""
-    compression: Compression = DEFAULT_COMPRESSION
 
     def keeps(self, episode: Episode) -> bool:
         """Whether the episode is written: successes, failures if asked for, never a crash or a discarded take."""
@@ -51,7 +49,7 @@ class Recorder:
         provenance: JSON values about actor and task that join the episode's own. Raises DatasetError and StorageError.
         """
         kept = self.keeps(episode)
-        size = self.store.write(number, self._with_provenance(episode, provenance), self.frame_every, self.compression) if kept else 0
+        size = self.store.write(number, self._with_provenance(episode, provenance), self.frame_every) if kept else 0
         row = row_of(episode, condition="collect")
         append_jsonl(self.log, {**asdict(row), "number": number, "kept": kept, "bytes": size})
         return row

@@ -16,8 +16,9 @@ import h5py
 import numpy as np
 
 from vla_rl.datasets import schema
+from vla_rl.datasets.episode_rows import EpisodeInfo
 from vla_rl.datasets.files import damaged, dataset, subgroup
-from vla_rl.datasets.hdf5 import EpisodeInfo
+from vla_rl.datasets.lerobot_read import LeRobotInfo, LeRobotPictures
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.episode import VIEWS, Int64, UInt8
 
@@ -41,17 +42,23 @@ class FileFrames:
 
     def __init__(self, infos: Sequence[EpisodeInfo]) -> None:
         self._infos = list(infos)
-        self._open: OrderedDict[Path, h5py.File] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_infos": self._infos, "_open": OrderedDict()}
+        self._hdf5 = _Hdf5Pictures()
+        self._lerobot = LeRobotPictures()
 
     def read(self, episodes_B: Int64, positions_B: Int64) -> UInt8:
         """uint8[B, V, H, W, 3]. Raises DatasetError for a file that is damaged or gone."""
-        size = self._infos[int(episodes_B[0])].resolution if len(episodes_B) else 0
-        pictures = np.empty((len(episodes_B), len(VIEWS), size, size, 3), np.uint8)
-        for row, (episode, position) in enumerate(zip(episodes_B.tolist(), positions_B.tolist())):
-            self._read_one(self._infos[episode], position, pictures[row])
+        infos = [self._infos[episode] for episode in episodes_B.tolist()]
+        size = infos[0].resolution if infos else 0
+        pictures = np.empty((len(infos), len(VIEWS), size, size, 3), np.uint8)
+        in_folders = np.array([isinstance(info, LeRobotInfo) for info in infos], np.bool_)
+        for row in np.flatnonzero(~in_folders):
+            self._hdf5.read(infos[row], int(positions_B[row]), pictures[row])
+        if in_folders.all():
+            self._lerobot.read([info for info in infos if isinstance(info, LeRobotInfo)], positions_B, pictures)
+        elif in_folders.any():
+            of_folders = pictures[in_folders]
+            self._lerobot.read([info for info in infos if isinstance(info, LeRobotInfo)], positions_B[in_folders], of_folders)
+            pictures[in_folders] = of_folders
         return pictures
 
     def read_episode(self, episode: int) -> UInt8:
@@ -59,7 +66,18 @@ class FileFrames:
         count = self._infos[episode].num_frames
         return self.read(np.full(count, episode), np.arange(count))
 
-    def _read_one(self, info: EpisodeInfo, position: int, pictures_VHWC: UInt8) -> None:
+
+class _Hdf5Pictures:
+    """Pictures of HDF5 files, which stay open."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, h5py.File] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_open": OrderedDict()}
+
+    def read(self, info: EpisodeInfo, position: int, pictures_VHWC: UInt8) -> None:
+        """Fill uint8[V, H, W, 3] with one picture of each view, in the orientation it was observed in."""
         try:
             group = subgroup(self._file(info.path), f"data/{info.demo}/obs")
             for view, name in enumerate(VIEWS):

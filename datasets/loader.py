@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from vla_rl.datasets.episode_rows import EpisodeInfo, require_alike
 from vla_rl.datasets.frames import FileFrames, MemoryFrames
-from vla_rl.datasets.hdf5 import EpisodeInfo
-from vla_rl.datasets.samples import EpisodeDataset, SampleBatch, SampleColumns, require_alike
+from vla_rl.datasets.samples import EpisodeDataset, SampleBatch, SampleColumns
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.datasets.store import list_episodes
 from vla_rl.episode import Int64, Outcome

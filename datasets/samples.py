@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import h5py
 import numpy as np
 
-from vla_rl.datasets.files import array, open_file, subgroup
+from vla_rl.datasets.episode_rows import EpisodeInfo, require_alike
+from vla_rl.datasets.episodes import load_steps
 from vla_rl.datasets.frames import FileFrames, Frames
-from vla_rl.datasets.hdf5 import EpisodeInfo, observed_states
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.episode import VIEWS, Bool, Float32, Int64, Observation, UInt8
 
@@ -73,18 +72,18 @@ class EpisodeDataset:
         require_alike(infos)
         self.infos = list(infos)
         self._frames = frames if frames is not None else FileFrames(self.infos)
-        self._read_rows("action_labels" if labels == "clean" else "actions")
+        self._read_rows(labels == "clean")
 
-    def _read_rows(self, key: str) -> None:
+    def _read_rows(self, labels: bool) -> None:
         """Fill the tables: rows R over all episodes, samples X over all pictures."""
         actions, states, sample_rows = [], [], []
         self.row_starts = np.concatenate([[0], np.cumsum([info.num_steps for info in self.infos])])
         for info, start in zip(self.infos, self.row_starts):
-            with open_file(info.path) as file:
-                demo = subgroup(file, f"data/{info.demo}")
-                actions.append(_actions(demo, info, key))
-                states.append(observed_states(subgroup(demo, "obs")))
-                sample_rows.append(start + array(demo, "obs/frame_index"))
+            actions_NA, states_NS, frame_index_F = load_steps(info, labels)
+            require_motion(actions_NA, info.name, f"{info.spec.suite} task {info.spec.task} ({info.prompt!r})")
+            actions.append(actions_NA)
+            states.append(states_NS)
+            sample_rows.append(start + frame_index_F)
         self.actions_RA: Float32 = np.concatenate(actions)
         self.states_RS: Float32 = np.concatenate(states)
         self.sample_rows_X: Int64 = np.concatenate(sample_rows)
@@ -117,25 +116,6 @@ class EpisodeDataset:
         share = np.arange(rank, len(self), world_size)
         for start in range(0, len(share), batch_size):
             yield self.batch(self.columns(share[start : start + batch_size], chunk_length))
-
-
-def require_alike(infos: Sequence[EpisodeInfo]) -> None:
-    """Raise DatasetError naming the first two episodes that differ in resolution or conventions."""
-    if not infos:
-        raise DatasetError("a dataset needs at least one episode")
-    first = infos[0]
-    for info in infos:
-        if (info.resolution, info.conventions) != (first.resolution, first.conventions):
-            raise DatasetError(
-                f"{info.name} ({info.resolution} px, {info.conventions.to_dict()}) is unlike "
-                f"{first.name} ({first.resolution} px, {first.conventions.to_dict()}); train on episodes of one kind"
-            )
-
-
-def _actions(demo: h5py.Group, info: EpisodeInfo, key: str) -> Float32:
-    actions_NA = array(demo, key)
-    require_motion(actions_NA, info.name, f"{info.spec.suite} task {info.spec.task} ({info.prompt!r})")
-    return actions_NA.astype(np.float32)
 
 
 def require_motion(actions_NA: np.ndarray, name: str, task: str) -> None:

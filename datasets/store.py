@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
 
+from vla_rl.datasets.episode_rows import EpisodeInfo
 from vla_rl.datasets.files import attribute, open_file, storage_error, subgroup
 from vla_rl.datasets.hdf5 import (
     DEFAULT_COMPRESSION,
     Compression,
-    EpisodeInfo,
     data_group,
     episode_infos,
+    read_episode,
     write_episode,
 )
+from vla_rl.datasets.lerobot_catalog import lerobot_folder
+from vla_rl.datasets.lerobot_read import lerobot_infos
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.episode import Episode
 from vla_rl.telemetry.files import atomic_path
@@ -39,8 +42,9 @@ _SHARED = ("env_name", "problem_info", "env_args", "bddl_file_name", "macros_ima
 class EpisodeStore:
     """A folder of numbered episode files."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, compression: Compression = DEFAULT_COMPRESSION) -> None:
         self.folder = Path(folder)
+        self._compression: Compression = compression
 
     def path(self, number: int) -> Path:
         """Where episode `number` is or will be."""
@@ -51,9 +55,17 @@ class EpisodeStore:
         matches = (_NAME.fullmatch(path.name) for path in self.folder.glob("episode_*.hdf5"))
         return sorted(int(match[1]) for match in matches if match)
 
-    def write(self, number: int, episode: Episode, frame_every: int, compression: Compression = DEFAULT_COMPRESSION) -> int:
+    def write(self, number: int, episode: Episode, frame_every: int) -> int:
         """Write one episode atomically; returns bytes written. Raises DatasetError and StorageError, see `write_episode`."""
-        return write_episode(self.path(number), episode, frame_every, compression)
+        return write_episode(self.path(number), episode, frame_every, self._compression)
+
+    def load(self, number: int) -> Episode:
+        """An episode that was written. Raises DatasetError for a damaged file."""
+        return read_episode(self.path(number))
+
+    def remove(self, number: int) -> None:
+        """Delete an episode's file, if it is there."""
+        self.path(number).unlink(missing_ok=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -86,15 +98,29 @@ def dataset_files(paths: Sequence[str | Path]) -> list[Path]:
                 f"{path}: {'holds no .hdf5 file' if path.exists() else 'does not exist'}; give a file, a folder or a collect run"
             )
         files += found
-    twice = sorted({str(file) for file in files if files.count(file) > 1})
-    if twice:
-        raise DatasetError(f"named twice: {', '.join(twice[:3])}; its episodes would count double")
+    require_once([str(file) for file in files])
     return files
 
 
 def list_episodes(paths: Sequence[str | Path]) -> list[EpisodeInfo]:
-    """All episodes of `paths`, in the order of the paths, file names and demo numbers. Raises DatasetError."""
-    return [info for file in dataset_files(paths) for info in episode_infos(file)]
+    """All episodes of `paths` (HDF5 files, folders of them, LeRobot folders, run directories), in their order. Raises DatasetError.
+
+    Within a path: by file name and demo number, or by the recipe's number.
+    """
+    require_once([str(Path(path)) for path in paths])
+    found: list[EpisodeInfo] = []
+    for path in map(Path, paths):
+        folder = lerobot_folder(path)
+        found += lerobot_infos(folder) if folder else [info for file in dataset_files([path]) for info in episode_infos(file)]
+    require_once([info.name for info in found])
+    return found
+
+
+def require_once(named: Sequence[str]) -> None:
+    """Raise DatasetError for what is named twice."""
+    twice = sorted(name for name, count in Counter(named).items() if count > 1)
+    if twice:
+        raise DatasetError(f"named twice: {', '.join(twice[:3])}; its episodes would count double")
 
 
 def merge(paths: Sequence[str | Path], folder: str | Path) -> list[Path]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from vla_rl.conventions import Conventions
+from vla_rl.datasets.lerobot_format import Pictures
+from vla_rl.datasets.lerobot_store import LeRobotStore
 from vla_rl.datasets.store import EpisodeStore
 from vla_rl.episode import VIEWS, ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome, StepProtocol
 
@@ -101,3 +105,49 @@ def make_store(tmp_path: Path) -> Callable[..., EpisodeStore]:
         return store
 
     return make
+
+
+@pytest.fixture
+def smooth_pictures() -> Callable[[Episode], Episode]:
+    """Gives an episode pictures that a video codec is made for: a ramp that moves to the right, eight grey levels a step."""
+
+    def smooth(episode: Episode) -> Episode:
+        size = episode.frames()[0].images[VIEWS[0]].shape[0]
+        ramp = np.linspace(0, 100, size, dtype=np.uint8)[None, :, None]
+        for step in episode.steps:
+            step.frames = {
+                t: replace(f, images={view: np.broadcast_to(ramp + np.uint8(8 * t), (size, size, 3)).copy() for view in VIEWS})
+                for t, f in step.frames.items()
+            }
+        return episode
+
+    return smooth
+
+
+@pytest.fixture
+def write_folder(tmp_path: Path) -> Callable[..., LeRobotStore]:
+    """Writes episodes into a LeRobot folder, numbered in order."""
+
+    def write(episodes: list[Episode], pictures: Pictures = "png", folder: str = "lerobot") -> LeRobotStore:
+        store = LeRobotStore(tmp_path / folder, pictures)
+        with store.writing():
+            for number, episode in enumerate(episodes):
+                store.write(number, episode, frame_every=1)
+        return store
+
+    return write
+
+
+@pytest.fixture
+def seen_by_lerobot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """LeRobot's own dataset over a folder, with its cache below `tmp_path`."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf_cache"))
+
+    def load(folder: Path, **options: Any) -> Any:
+        from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+        return LeRobotDataset("ours", root=folder, video_backend="pyav", **options)
+
+    return load

@@ -78,9 +78,9 @@ def test_open_files_are_not_pickled_and_stay_few(make_store: MakeStore, monkeypa
     monkeypatch.setattr("vla_rl.datasets.frames.OPEN_FILES", 2)
     files = FileFrames(list_episodes([make_store(4).folder]))
     everything = files.read(np.array([0, 1, 2, 3, 0]), np.zeros(5, np.int64))
-    assert len(files._open) == 2
+    assert len(files._hdf5._open) == 2
     copy = pickle.loads(pickle.dumps(files))
-    assert not copy._open and np.array_equal(copy.read(np.array([3]), np.array([0]))[0], everything[3])
+    assert not copy._hdf5._open and np.array_equal(copy.read(np.array([3]), np.array([0]))[0], everything[3])
 
 
 def test_a_file_that_is_cut_while_training_is_named(make_store: MakeStore) -> None:

@@ -83,10 +83,10 @@ def test_only_one_process_writes(tmp_path: Path) -> None:
 
 
 def _write_for_ever(folder: Path, make: MakeEpisode, reports: Connection) -> None:
-    store = EpisodeStore(folder)
+    store = EpisodeStore(folder, "none")
     with store.writing():
         for number in range(len(store.numbers()), 10_000):
-            store.write(number, make(seed=number, steps=20, size=64), 1, "none")
+            store.write(number, make(seed=number, steps=20, size=64), 1)
             reports.send(number)
 
 

@@ -1,0 +1,245 @@
+"""From datasets to other datasets: converting, merging, filtering. Provenance stays, and what was taken out is added to it.
+
+Shape legend: see `vla_rl/episode.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vla_rl.datasets.episode_rows import Ending, EpisodeInfo, EpisodeRows, build_steps, chunk_columns, rows_of
+from vla_rl.datasets.episodes import load_episode
+from vla_rl.datasets.lerobot_catalog import open_catalog
+from vla_rl.datasets.lerobot_copy import copy_episode, in_files, kept_pictures
+from vla_rl.datasets.lerobot_format import Pictures
+from vla_rl.datasets.lerobot_parts import EpisodeParts
+from vla_rl.datasets.lerobot_read import LeRobotInfo
+from vla_rl.datasets.lerobot_store import LeRobotStore
+from vla_rl.datasets.samples import NO_OP_MOTION
+from vla_rl.datasets.schema import DatasetError
+from vla_rl.datasets.store import EpisodeStore, list_episodes, merge
+from vla_rl.episode import Bool, Episode, Float32, Outcome
+
+Target = Literal["hdf5", "lerobot"]
+
+
+@dataclass(frozen=True)
+class Edited:
+    """What an edit wrote."""
+
+    folder: Path
+    episodes: int
+    steps: int
+    dropped_episodes: int = 0
+    dropped_steps: int = 0
+    notes: tuple[str, ...] = ()
+    """What the target cannot hold, or holds otherwise."""
+
+
+def format_of(infos: Sequence[EpisodeInfo]) -> Target:
+    """The one format of some episodes. Raises DatasetError for a mixture."""
+    formats = {isinstance(info, LeRobotInfo) for info in infos}
+    if len(formats) != 1:
+        raise DatasetError("HDF5 files and LeRobot folders together: bring them to one format first (vla-rl data convert)")
+    return "lerobot" if formats.pop() else "hdf5"
+
+
+def require_new(folder: Path) -> None:
+    """Raise DatasetError unless nothing is in a folder yet."""
+    if folder.exists() and any(folder.iterdir()):
+        raise DatasetError(f"{folder}: is not empty; name a new folder, datasets are never changed in place")
+
+
+def convert(paths: Sequence[str | Path], folder: Path, target: Target, pictures: Pictures | None = None) -> Edited:
+    """Write the episodes of `paths` in another format (or LeRobot's with other pictures, or its v3 from v2).
+
+    Raises DatasetError, before anything is written, for episodes that the target cannot hold.
+    """
+    infos = list_episodes(paths)
+    require_new(folder)
+    source = format_of(infos)
+    if target == "hdf5":
+        if pictures is not None:
+            raise DatasetError("--pictures is about LeRobot's format; HDF5 keeps pictures as they are")
+        return _to_hdf5(infos, folder)
+    if source == "lerobot":
+        kept = kept_pictures(open_catalog(infos[0].path))
+        if pictures in (None, kept):
+            return _copy_folders(infos, folder, kept)
+    return _to_lerobot(infos, folder, pictures or "png")
+
+
+def _to_hdf5(infos: Sequence[EpisodeInfo], folder: Path) -> Edited:
+    without = [info.name for info in infos if isinstance(info, LeRobotInfo) and not has_states(info)]
+    if without:
+        raise DatasetError(
+            f"{len(without)} of {len(infos)} episodes have no simulator states and joint positions ({without[0]} ...), which LIBERO's "
+            "schema holds for every step; train on the LeRobot folder as it is"
+        )
+    store = EpisodeStore(folder)
+    with store.writing():
+        for number, info in enumerate(infos):
+            store.write(number, load_episode(info), info.frame_every)
+    videos = any(isinstance(info, LeRobotInfo) and info.entry.videos for info in infos)
+    notes = ["pictures are those that the video shows: what its codec lost is not there"] if videos else []
+    notes += ["per-episode statistics and the fps of the folder have no place in HDF5; both follow from the data"]
+    return _edited(folder, infos, notes)
+
+
+def has_states(info: LeRobotInfo) -> bool:
+    """Whether an episode of a LeRobot folder carries what replays it."""
+    return info.layout.ours and "robot_state" in open_catalog(info.path).info["features"]
+
+
+def _to_lerobot(infos: Sequence[EpisodeInfo], folder: Path, pictures: Pictures) -> Edited:
+    sparse = [info for info in infos if info.frame_every != 1]
+    if sparse:
+        raise DatasetError(
+            f"{len(sparse)} of {len(infos)} episodes have pictures before every {sparse[0].frame_every}. step only ({sparse[0].name} ...); "
+            "LeRobot has one in every row: fill them in with vla-rl replay DATASET --fill-into FOLDER, or record with frame_every: 1"
+        )
+    store = LeRobotStore(folder, pictures)
+    with store.writing():
+        for number, info in enumerate(infos):
+            store.write(number, load_episode(info), frame_every=1)
+    lossy = [f"pictures went through {pictures}, which is lossy; --pictures png keeps every bit"] if pictures != "png" else []
+    return _edited(folder, infos, lossy)
+
+
+def _copy_folders(infos: Sequence[EpisodeInfo], folder: Path, pictures: Pictures) -> Edited:
+    """LeRobot to LeRobot without touching a picture, several episodes to a file."""
+    store = LeRobotStore(folder, pictures)
+    with store.writing():
+        for group in in_files(_copies(infos)):
+            store.append(group)
+    published = any(isinstance(info, LeRobotInfo) and not info.layout.ours for info in infos)
+    notes = ["outcomes are taken as successes, and scenes cannot be restored: nobody published their seeds"] if published else []
+    return _edited(folder, infos, notes)
+
+
+def _copies(infos: Sequence[EpisodeInfo]) -> Iterator[EpisodeParts]:
+    catalogs = {path: open_catalog(path) for path in {info.path for info in infos}}
+    for number, info in enumerate(infos):
+        if isinstance(info, LeRobotInfo):
+            yield copy_episode(info, catalogs[info.path], number)
+
+
+def _edited(folder: Path, infos: Sequence[EpisodeInfo], notes: Sequence[str] = ()) -> Edited:
+    return Edited(folder, len(infos), sum(info.num_steps for info in infos), notes=tuple(notes))
+
+
+def merge_datasets(paths: Sequence[str | Path], folder: Path) -> Edited:
+    """Several datasets of one format as one: LIBERO's file per task from HDF5, a folder with large files from LeRobot."""
+    infos = list_episodes(paths)
+    require_new(folder)
+    if format_of(infos) == "hdf5":
+        merge(paths, folder)
+        return _edited(folder, infos)
+    kinds: dict[Path, Pictures] = {path: kept_pictures(open_catalog(path)) for path in {info.path for info in infos}}
+    if len(set(kinds.values())) > 1:
+        listed = ", ".join(f"{path}: {kind}" for path, kind in kinds.items())
+        raise DatasetError(f"pictures are kept in different ways ({listed}); convert to one with vla-rl data convert --pictures")
+    return _copy_folders(infos, folder, next(iter(kinds.values())))
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What is left out of a copy of a dataset."""
+
+    no_ops: bool = False
+    """Steps that move nothing: motion below `NO_OP_MOTION` and the gripper as at the last step that stays (OpenVLA's rule)."""
+    failures: bool = False
+    """Episodes that did not reach their goal."""
+    tasks: tuple[str, ...] = ()
+    """Keep only these: `SUITE:TASK`, or an instruction; empty keeps all."""
+    without_numbers: tuple[int, ...] = ()
+    """Episodes to leave out, by their position in the list that `vla-rl data inspect` prints."""
+
+    def keeps(self, number: int, info: EpisodeInfo) -> bool:
+        """Whether an episode stays."""
+        wanted = not self.tasks or f"{info.spec.suite}:{info.spec.task}" in self.tasks or info.prompt in self.tasks
+        return wanted and number not in self.without_numbers and not (self.failures and info.outcome is not Outcome.SUCCESS)
+
+
+def filter_dataset(paths: Sequence[str | Path], folder: Path, rule: Filter) -> Edited:
+    """A copy without what `rule` names, in the same format; `provenance.filtered` of each episode says what is gone.
+
+    Raises DatasetError when nothing would be left, a task or number does not exist, or steps cannot be taken out.
+    """
+    infos = list_episodes(paths)
+    require_new(folder)
+    _require_known(infos, rule)
+    kept = [info for number, info in enumerate(infos) if rule.keeps(number, info)]
+    if not kept:
+        raise DatasetError(f"nothing is left of {len(infos)} episodes; loosen the filter")
+    if rule.no_ops and any(info.frame_every != 1 for info in kept):
+        raise DatasetError("steps cannot be taken out of episodes with sparse pictures; fill them in first (vla-rl replay --fill-into)")
+    lerobot = format_of(kept) == "lerobot"
+    store = LeRobotStore(folder, kept_pictures(open_catalog(kept[0].path))) if lerobot else EpisodeStore(folder)
+    dropped = 0
+    with store.writing():
+        for number, info in enumerate(kept):
+            episode = load_episode(info)
+            keep_N = moving_steps(episode.actions_NA()) if rule.no_ops else np.ones(info.num_steps, np.bool_)
+            if not keep_N.any():
+                raise DatasetError(f"{info.name}: all {info.num_steps} actions are no-ops; leave it out with --without-numbers {number}")
+            dropped += int((~keep_N).sum())
+            store.write(number, _filtered(episode, keep_N, info, rule), info.frame_every)
+    steps = sum(info.num_steps for info in kept) - dropped
+    return Edited(folder, len(kept), steps, len(infos) - len(kept), dropped)
+
+
+def _require_known(infos: Sequence[EpisodeInfo], rule: Filter) -> None:
+    tasks = {f"{info.spec.suite}:{info.spec.task}" for info in infos}
+    unknown = [task for task in rule.tasks if task not in tasks and task not in {info.prompt for info in infos}]
+    if unknown:
+        raise DatasetError(f"no task {unknown[0]!r} here; there are {', '.join(sorted(tasks))}")
+    beyond = [number for number in rule.without_numbers if number not in range(len(infos))]
+    if beyond:
+        raise DatasetError(f"no episode {beyond[0]}; there are 0 to {len(infos) - 1}")
+
+
+def moving_steps(actions_NA: Float32) -> Bool:
+    """bool[N]: steps that move the arm, or the gripper against the last step that stays (`regenerate_libero_dataset.py`)."""
+    keep_N = np.linalg.norm(actions_NA[:, :6], axis=1) >= NO_OP_MOTION
+    gripper = None
+    for t, action in enumerate(actions_NA):
+        keep_N[t] = keep_N[t] or (gripper is not None and action[6] != gripper)
+        gripper = action[6] if keep_N[t] or gripper is None else gripper
+    return keep_N
+
+
+def _filtered(episode: Episode, keep_N: Bool, info: EpisodeInfo, rule: Filter) -> Episode:
+    """The episode without some steps, and the note about it."""
+    note: dict[str, Any] = {"from": info.name, "no_ops": rule.no_ops, "failures": rule.failures, "tasks": list(rule.tasks)}
+    if keep_N.all():
+        return replace(episode, provenance={**episode.provenance, "filtered": note})
+    note["removed_steps"] = np.flatnonzero(~keep_N).tolist()
+    return replace(drop_steps(episode, keep_N), provenance={**episode.provenance, "filtered": note})
+
+
+def drop_steps(episode: Episode, keep_N: Bool) -> Episode:
+    """The episode's steps that `keep_N` marks, pictures and states included; chunks become shorter, empty ones go."""
+    lengths_T, versions_T = chunk_columns(episode)
+    chunk_of_N = np.repeat(np.arange(len(lengths_T)), lengths_T)
+    lengths_T = np.bincount(chunk_of_N[keep_N], minlength=len(lengths_T))
+    kept_steps = np.flatnonzero(keep_N)
+    frames = {row: episode.frames()[t] for row, t in enumerate(kept_steps.tolist()) if t in episode.frames()}
+    rows = EpisodeRows(
+        executed_NA=episode.actions_NA()[keep_N],
+        labels_NA=episode.labels_NA()[keep_N],
+        reward_N=rows_of(episode, "reward_E")[keep_N],
+        intervention_N=rows_of(episode, "intervention_E")[keep_N],
+        observed_NS=np.stack([frame.state for frame in frames.values()]),
+        sim_states_ND=rows_of(episode, "sim_states_ED")[keep_N],
+        robot_states_NR=rows_of(episode, "robot_states_ER")[keep_N],
+        chunk_lengths_T=lengths_T[lengths_T > 0],
+        weights_version_T=versions_T[lengths_T > 0],
+    )
+    last, prompt = episode.steps[-1], episode.steps[0].observation.prompt
+    return replace(episode, steps=build_steps(rows, frames, prompt, Ending(last.success, last.terminated, last.truncated)))
