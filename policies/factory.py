@@ -15,16 +15,25 @@ from vla_rl.config import ConfigError, nearest_name
 from vla_rl.conventions import Conventions
 from vla_rl.episode import VIEWS
 from vla_rl.policies.base import PolicySpec
+from vla_rl.policies.groot.config import GrootConfig
+from vla_rl.policies.groot.policy import build_groot
 from vla_rl.policies.module import FamilyConfig, PolicyModule
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.policies.pi0.policy import build_pi0
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import SHIPPED_TOKENIZER, PromptTokenizer
+from vla_rl.policies.tokens.config import TokenConfig
+from vla_rl.policies.tokens.policy import build_tokens
 
-PolicyConfig = Pi0Config
+PolicyConfig = Pi0Config | GrootConfig | TokenConfig
 """What a recipe's `policy` may be: a union of the families' configs, told apart by `family`."""
 Builder = Callable[[Any, Statistics, PolicySpec, PromptTokenizer], PolicyModule]
-FAMILIES: dict[str, tuple[type[PolicyConfig], Builder]] = {"pi0": (Pi0Config, build_pi0), "pi05": (Pi0Config, build_pi0)}
+FAMILIES: dict[str, tuple[type[PolicyConfig], Builder]] = {
+    "pi0": (Pi0Config, build_pi0),
+    "pi05": (Pi0Config, build_pi0),
+    "groot": (GrootConfig, build_groot),
+    "tokens": (TokenConfig, build_tokens),
+}
 """Family name -> its config class and its builder."""
 
 

@@ -14,11 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from vla_rl.config import ConfigError
-from vla_rl.episode import Observation
+from vla_rl.episode import ACTION_DIM, STATE_DIM, Observation
 from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec, ScoredTransitions
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.processor import Normalization, Processor
 from vla_rl.policies.tokenizer import PromptTokenizer
+
+LEAST_SIZES = {
+    "denoise_steps": 1,
+    "prompt_tokens": 1,
+    "shift_pixels": 0,
+    "model_state_dim": STATE_DIM,
+    "model_action_dim": ACTION_DIM,
+}
+"""Smallest values of fields that configs share; a model must have room for the environment's state and actions."""
 
 
 class FamilyConfig(Protocol):
@@ -147,6 +156,15 @@ class PolicyModule(nn.Module, ABC):
     def lerobot_steps(self, normalize: dict[str, Any], tokenize: dict[str, Any], device: dict[str, Any]) -> list[dict[str, Any]]:
         """LeRobot's preprocessing steps after renaming and batching, in the family's order; `normalize` is among them."""
         return [tokenize, device, normalize]
+
+
+def check_sizes(config: FamilyConfig) -> None:
+    """For configs. Raises ValueError for a field of `LEAST_SIZES` that is too small and a horizon beyond the chunk."""
+    if not 1 <= config.executed_horizon <= config.chunk_length:
+        raise ValueError(f"executed_horizon is {config.executed_horizon}, it must be 1 to chunk_length, which is {config.chunk_length}")
+    for name, least in LEAST_SIZES.items():
+        if getattr(config, name, least) < least:
+            raise ValueError(f"{name} is {getattr(config, name)}, it must be at least {least}")
 
 
 def check_agreement(config: FamilyConfig, spec: PolicySpec, tokenizer: PromptTokenizer) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from vla_rl.episode import ACTION_DIM, STATE_DIM
 from vla_rl.policies.critic import CriticConfig
+from vla_rl.policies.module import check_sizes
 from vla_rl.policies.noise_head import NoiseHeadConfig
 from vla_rl.policies.processor import Normalization
-
-_LEAST_DIMS = (("model_state_dim", STATE_DIM), ("model_action_dim", ACTION_DIM))
-"""A model must have room for the environment's state and actions."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +116,8 @@ class Pi0Config:
     """Actions are padded with zeros to this many dimensions (32 as published)."""
     normalization: Normalization = Normalization.MEAN_STD
     """How state and actions are normalised; `quantiles` for pi0.5, whose state must lie in [-1, 1]."""
+    state_in_prompt: bool = True
+    """pi0.5 only: whether the prompt carries the state; openpi's `pi05_libero` was trained without, and then no state reaches the model."""
     pad_images: bool = True
     """Whether an image that is not square is padded to keep its proportions (as published) or stretched."""
     shift_pixels: int = 4
@@ -137,11 +136,7 @@ class Pi0Config:
     """A learned exploration spread (Flow-Noise), which `vla-rl rl` adds; none for policies that only act."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.executed_horizon <= self.chunk_length:
-            raise ValueError(f"executed_horizon is {self.executed_horizon}, it must be 1 to chunk_length, which is {self.chunk_length}")
-        for name, least in (("denoise_steps", 1), ("prompt_tokens", 1), ("shift_pixels", 0), *_LEAST_DIMS):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+        check_sizes(self)
         for name in ("depth", "kv_heads", "heads", "head_width"):
             language, expert = getattr(self.language, name), getattr(self.expert, name)
             if language != expert:

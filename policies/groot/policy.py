@@ -1,0 +1,121 @@
+"""GR00T-style policies: their network behind `FlowPolicy`, and what is theirs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from vla_rl.config import ConfigError
+from vla_rl.policies.base import Batch, PolicySpec
+from vla_rl.policies.flow import Flow, TimeDirection
+from vla_rl.policies.flow_policy import FlowPolicy
+from vla_rl.policies.groot.config import ConvBackboneConfig, GrootConfig, QwenBackboneConfig
+from vla_rl.policies.groot.model import GrootModel
+from vla_rl.policies.groot.published import own_name, to_published
+from vla_rl.policies.module import check_agreement
+from vla_rl.policies.processor import Processor, ProcessorConfig
+from vla_rl.policies.statistics import Statistics
+from vla_rl.policies.tokenizer import PromptTokenizer
+
+GROOT_FLOW = Flow(TimeDirection.NOISE_AT_ZERO)
+"""t = 0 noise, t = 1 actions; t = 0.999 (1 - Beta(1.5, 1)) (Isaac-GR00T `gr00t_n1d7.py`), which is 1 - (0.999 Beta + 0.001)."""
+
+
+class GrootPolicy(FlowPolicy):
+    """See `policies/base.py` for the contract."""
+
+    config: GrootConfig
+    model: GrootModel
+    flow = GROOT_FLOW
+
+    def __init__(self, config: GrootConfig, spec: PolicySpec, processor: Processor, image_token_id: int | None) -> None:
+        super().__init__(config, spec, processor, GrootModel(config, len(spec.views), image_token_id))
+
+    def augment(self, batch: Batch, uniform_BK: Tensor) -> Batch:
+        """Shifted images, and a share of the rows without their state."""
+        shifted = super().augment(batch, uniform_BK)
+        return replace(shifted, state_mask_B=uniform_BK[:, -1] >= self.config.state_dropout) if self.config.state_dropout else shifted
+
+    def augment_numbers(self) -> int:
+        """One more than the shifts need, for the state."""
+        return super().augment_numbers() + 1
+
+    def blocks(self) -> list[nn.Module]:
+        """See `PolicyModule.blocks`."""
+        head = self.model.action_head
+        return [*self.model.backbone.layers(), *head.vl_self_attention.transformer_blocks, *head.model.transformer_blocks]
+
+    def backbone_prefixes(self) -> tuple[str, ...]:
+        """See `PolicyModule.backbone_prefixes`."""
+        return ("model.backbone.",)
+
+    def unread_parameters(self) -> Iterator[nn.Parameter]:
+        """The backbone's."""
+        yield from self.model.backbone.unread_parameters()
+
+    def published_name(self, name: str) -> str:
+        """See `PolicyModule.published_name`."""
+        return to_published(name)
+
+    def own_name(self, name: str, others: frozenset[str]) -> str | None:
+        """See `PolicyModule.own_name`."""
+        return own_name(name)
+
+    def lerobot_fields(self) -> dict[str, Any]:
+        """What `GrootConfig` of LeRobot has beside the common fields."""
+        config = self.config
+        return {
+            "max_state_dim": config.model_state_dim,
+            "max_action_dim": config.model_action_dim,
+            "num_inference_timesteps": config.denoise_steps,
+        }
+
+
+def build_groot(config: GrootConfig, statistics: Statistics, spec: PolicySpec, tokenizer: PromptTokenizer) -> GrootPolicy:
+    """A randomly initialised policy. Raises ConfigError when the spec, the tokenizer and the config contradict each other."""
+    check_agreement(config, spec, tokenizer)
+    processor_config = ProcessorConfig(
+        views=spec.views,
+        image_size=config.backbone.image_size,
+        pad_images=config.pad_images,
+        normalization=config.normalization,
+        write_prompt=_prompt_writer(config, len(spec.views)),
+        model_state_dim=config.model_state_dim,
+        model_action_dim=config.model_action_dim,
+        chunk_length=config.chunk_length,
+    )
+    return GrootPolicy(config, spec, Processor(processor_config, statistics, tokenizer), _image_token_id(config, tokenizer))
+
+
+def formal(prompt: str) -> str:
+    """The task in lower case, without punctuation (Isaac-GR00T's `formalize_language`)."""
+    return "".join(letter for letter in prompt.lower() if letter.isalnum() or letter.isspace() or letter == "_")
+
+
+def chat_prompt(prompt: str, views: int, image_tokens: int, image_token: str) -> str:
+    """Qwen3-VL's chat form of one user turn that shows the views and then says the task (N1.7 asks for no answer)."""
+    image = f"<|vision_start|>{image_token * image_tokens}<|vision_end|>"
+    return f"<|im_start|>user\n{image * views}{formal(prompt)}<|im_end|>\n"
+
+
+def _prompt_writer(config: GrootConfig, views: int) -> Callable[[str, np.ndarray], str]:
+    backbone = config.backbone
+    if isinstance(backbone, ConvBackboneConfig):
+        return lambda prompt, state_S: formal(prompt)
+    return lambda prompt, state_S: chat_prompt(prompt, views, backbone.vision.tokens, backbone.image_token)
+
+
+def _image_token_id(config: GrootConfig, tokenizer: PromptTokenizer) -> int | None:
+    if not isinstance(config.backbone, QwenBackboneConfig):
+        return None
+    found = tokenizer.tokenizer.token_to_id(config.backbone.image_token)
+    if found is None:
+        raise ConfigError(
+            f"backbone.image_token is {config.backbone.image_token!r}, which the tokenizer in {tokenizer.folder} does not have; "
+            "give `tokenizer` the folder of the backbone's own tokenizer"
+        )
+    return found
