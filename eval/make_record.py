@@ -5,7 +5,9 @@
 
 Each `--run CONDITION=RUN_DIR` gives rows under that condition and a metric `CONDITION_success_rate`; the first one's is also
 `success_rate`. A run with a swapped prompt has two conditions, `CONDITION: named object` and `CONDITION: original object`
-(metric `CONDITION_named_object_success_rate`, ...). Incomplete evaluations are refused.
+(metric `CONDITION_named_object_success_rate`, ...). Incomplete evaluations are refused. `--keep CONDITION` takes over a
+condition of the record that is there now, so that one more suite does not cost all the others again; `metrics.commits` says
+at which commit each condition was measured.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from vla_rl.config import nearest_name
 from vla_rl.eval.compare import EvaluatedRun, load_run
 from vla_rl.eval.record import RecordError, missed_bars, write_record
 from vla_rl.eval.results import EpisodeRow, Rate
+from vla_rl.telemetry.files import read_jsonl
 
 RESULTS = Path("docs/results")
 
@@ -36,18 +40,54 @@ def record_of_runs(
     metrics: Mapping[str, Any],
     bars: Mapping[str, Any],
     root: Path = RESULTS,
+    keep: Sequence[str] = (),
 ) -> Path:
     """Write a record whose rows are those of finished evaluations; returns its folder.
 
     runs: condition -> run directory of an evaluation. recipes: name -> run directory of another phase whose recipe belongs to
-    the result (the training). Raises CompareError for an incomplete evaluation, RecordError for a record that would not hold.
+    the result (the training). keep: conditions of the record that is there now, taken over before those of `runs`.
+    Raises CompareError for an incomplete evaluation, RecordError for a record that would not hold or has no condition to keep.
     """
     evaluated = {condition: load_run(path) for condition, path in runs.items()}
-    rows = [_under(row, condition) for condition, run in evaluated.items() for row in run.rows.values()]
+    kept = _kept(root / name, [condition for condition in keep if condition not in runs]) if keep else _Kept([], {}, {}, {})
+    rows = kept.rows + [_under(row, condition) for condition, run in evaluated.items() for row in run.rows.values()]
     measured = _rates(rows) | dict(metrics)
-    measured["protocols"] = {condition: _protocol(run) for condition, run in evaluated.items()}
-    recipe = {label: yaml.safe_load((path / "config.yaml").read_text()) for label, path in {**recipes, **runs}.items()}
+    measured["commits"] = kept.commits | {condition: _commit(run) for condition, run in evaluated.items()}
+    measured["protocols"] = kept.protocols | {condition: _protocol(run) for condition, run in evaluated.items()}
+    recipe = kept.recipe | {label: yaml.safe_load((path / "config.yaml").read_text()) for label, path in {**recipes, **runs}.items()}
     return write_record(name, command, recipe, measured, bars, [asdict(row) for row in rows], root)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Conditions of a committed record."""
+
+    rows: list[EpisodeRow]
+    protocols: dict[str, Any]
+    recipe: dict[str, Any]
+    commits: dict[str, str]
+    """Condition -> the commit it was measured at."""
+
+
+def _kept(folder: Path, conditions: Sequence[str]) -> _Kept:
+    """Those conditions of a record. Raises RecordError naming one that it does not have."""
+    if not (folder / "record.json").is_file():
+        raise RecordError(f"--keep {conditions[0]}: there is no record {folder} to keep it from")
+    record = json.loads((folder / "record.json").read_text())
+    rows = [EpisodeRow(**row) for row in read_jsonl(folder / "episodes.jsonl")]
+    there = list(record["metrics"]["protocols"])
+    for condition in conditions:
+        if condition not in there:
+            raise RecordError(
+                f"--keep {condition}: {folder} has no such condition{nearest_name(condition, there)}; it has {', '.join(there)}"
+            )
+    commits = record["metrics"].get("commits", {})
+    return _Kept(
+        [row for row in rows if row.condition.partition(": ")[0] in conditions],
+        {condition: record["metrics"]["protocols"][condition] for condition in conditions},
+        {condition: record["recipe"][condition] for condition in conditions},
+        {condition: commits.get(condition, record["commit"]) for condition in conditions},
+    )
 
 
 def _under(row: EpisodeRow, condition: str) -> EpisodeRow:
@@ -67,6 +107,10 @@ def _rates(rows: Sequence[EpisodeRow]) -> dict[str, Any]:
 def _protocol(run: EvaluatedRun) -> dict[str, Any]:
     protocol = run.summary["protocol"]
     return {"name": protocol["name"], "hash": protocol["hash"], "deviations": protocol["deviations"]}
+
+
+def _commit(run: EvaluatedRun) -> str:
+    return json.loads((run.path / "environment.json").read_text())["commit"]
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -93,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help="the record's name, that of its folder")
     parser.add_argument("--command", required=True, help="the command that gave the result")
     parser.add_argument("--run", action="append", required=True, metavar="CONDITION=RUN_DIR")
+    parser.add_argument("--keep", action="append", default=[], metavar="CONDITION", help="a condition of the record that is there now")
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=RUN_DIR")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=NUMBER")
     parser.add_argument("--bar", action="append", default=[], metavar="METRIC=NUMBER", help="the least that a metric should be")
@@ -102,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = {name: Path(path) for name, path in map(_pair, given.run)}
     recipes = {name: Path(path) for name, path in map(_pair, given.recipe)}
     bars = _numbers(given.bar) | {name: {"at_most": value} for name, value in _numbers(given.bar_at_most).items()}
-    folder = record_of_runs(given.name, given.command, runs, recipes, _numbers(given.metric), bars, given.root)
+    folder = record_of_runs(given.name, given.command, runs, recipes, _numbers(given.metric), bars, given.root, given.keep)
     missed = missed_bars(json.loads((folder / "record.json").read_text()))
     print("\n".join([str(folder), *missed]))
     return 0

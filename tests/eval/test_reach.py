@@ -17,9 +17,8 @@ from vla_rl.episode import ACTION_DIM, STATE_DIM
 from vla_rl.errors import UserError
 from vla_rl.eval import make_record
 from vla_rl.eval.compare import run_compare
-from vla_rl.eval.config import EvalConfig
-from vla_rl.eval.contestants import folder_digest
-from vla_rl.eval.record import check_record
+from vla_rl.eval.config import EvalConfig, EvaluatedPolicy
+from vla_rl.eval.record import RecordError, check_record
 from vla_rl.eval.results import read_rows
 from vla_rl.eval.runner import evaluate, run_eval
 from vla_rl.policies.checkpoint import save_policy
@@ -29,6 +28,7 @@ from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
 from vla_rl.rollout import ConnectError
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
+from vla_rl.telemetry.files import folder_digest
 
 
 def config_of(run_dir: Path, actor: str, **more: Any) -> EvalConfig:
@@ -108,13 +108,13 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_a_policy_from_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     """Its weights are in every row, its horizon in the protocol, and another horizon is a note and another hash."""
-    own = evaluate(config_of(tmp_path / "own", "policy", checkpoint=str(checkpoint), tasks=(0,), episodes_per_task=1))
+    own = evaluate(config_of(tmp_path / "own", "policy", policy=EvaluatedPolicy(str(checkpoint)), tasks=(0,), episodes_per_task=1))
     made_for = PI0_PRESETS["tiny"].executed_horizon
     assert own.complete and own.protocol["executed_horizon"] == made_for and not own.actor["notes"]
     rows = read_rows(tmp_path / "own" / "episodes.jsonl")
     assert {row.weights for row in rows} == {folder_digest(checkpoint)}
-    values = {"checkpoint": str(checkpoint), "tasks": (0,), "episodes_per_task": 1}
-    short = evaluate(config_of(tmp_path / "short", "policy", executed_horizon=2, **values))
+    two = EvaluatedPolicy(str(checkpoint), executed_horizon=2)
+    short = evaluate(config_of(tmp_path / "short", "policy", policy=two, tasks=(0,), episodes_per_task=1))
     assert short.protocol["executed_horizon"] == 2 and short.protocol["hash"] != own.protocol["hash"]
     assert f"executed_horizon is 2, but the policy was made for {made_for}" in short.actor["notes"][0]
 
@@ -122,15 +122,15 @@ def test_a_policy_from_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
 def test_an_env_that_a_policy_was_not_made_for_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     small = EnvConfig(kind="reach", resolution=32)
     with pytest.raises(ConnectError, match=r"pictures of 64 px; env reach renders 32 px"):
-        evaluate(config_of(tmp_path / "small", "policy", checkpoint=str(checkpoint), env=small))
+        evaluate(config_of(tmp_path / "small", "policy", policy=EvaluatedPolicy(str(checkpoint)), env=small))
     upside_down = EnvConfig(kind="reach", resolution=64, orientation=Orientation.RAW)
     with pytest.raises(ConventionMismatch, match="orientation"):
-        evaluate(config_of(tmp_path / "raw", "policy", checkpoint=str(checkpoint), env=upside_down))
+        evaluate(config_of(tmp_path / "raw", "policy", policy=EvaluatedPolicy(str(checkpoint)), env=upside_down))
 
 
 def test_a_missing_checkpoint_is_named_and_a_changed_one_changes_the_digest(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder"):
-        evaluate(config_of(tmp_path / "run", "policy", checkpoint=str(tmp_path / "nowhere")))
+        evaluate(config_of(tmp_path / "run", "policy", policy=EvaluatedPolicy(str(tmp_path / "nowhere"))))
     before = folder_digest(checkpoint)
     with open(checkpoint / "model.safetensors", "r+b") as file:
         file.seek(-1, 2)
@@ -158,6 +158,22 @@ def test_a_record_of_finished_evaluations(tmp_path: Path, capsys: pytest.Capture
     }
     assert record["metrics"]["protocols"]["noop"]["name"] == "sampled" and record["recipe"]["noop"]["actor"] == "noop"
     assert check_record(tmp_path / "reach") == []
+
+
+def test_a_condition_of_a_record_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate(config_of(tmp_path / "noop", "noop", tasks=(1,)))
+    evaluate(config_of(tmp_path / "expert", "expert", tasks=(1,)))
+    common = ["reach", "--command", "vla-rl eval x.yaml", "--root", str(tmp_path)]
+    assert make_record.main([*common, "--run", f"noop={tmp_path / 'noop'}"]) == 0
+    alone = json.loads((tmp_path / "reach" / "record.json").read_text())
+    assert make_record.main([*common, "--keep", "noop", "--run", f"expert={tmp_path / 'expert'}"]) == 0
+    both = json.loads((tmp_path / "reach" / "record.json").read_text())
+    assert check_record(tmp_path / "reach") == []
+    assert (both["metrics"]["noop_success_rate"], both["metrics"]["expert_success_rate"]) == (0.0, 1.0)
+    assert both["metrics"]["commits"]["noop"] == alone["metrics"]["commits"]["noop"]
+    assert both["recipe"]["noop"] == alone["recipe"]["noop"] and list(both["metrics"]["protocols"]) == ["noop", "expert"]
+    with pytest.raises(RecordError, match=r"--keep nop: .* has no such condition; did you mean 'noop'"):
+        make_record.main([*common, "--keep", "nop", "--run", f"expert={tmp_path / 'expert'}"])
 
 
 def test_spans_explain_the_time(tmp_path: Path) -> None:

@@ -74,6 +74,29 @@ def test_a_phase_that_fails_stops_the_pipeline(tmp_path: Path, capsys: pytest.Ca
     assert not (run / "eval").exists()
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (
+            "suite: reach\n      tasks: [0]\n      protocol",
+            "suite: libero_objekt\n      tasks: [0]\n      protocol",
+            "did you mean 'libero_object'",
+        ),
+        ("tasks: [0]\n      protocol: sampled", "tasks: [0]\n      protocol: sample", "sampled"),
+        ("tasks: [0]\n      protocol", "tasks: [77]\n      protocol", "77"),
+    ],
+)
+def test_what_is_wrong_with_the_last_phase_is_found_before_the_first_one_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], right: str, wrong: str, message: str
+) -> None:
+    recipe, run = tmp_path / "pipeline.yaml", tmp_path / "run"
+    assert right in RECIPE
+    recipe.write_text(RECIPE.replace("RUN", str(run)).replace(right, wrong))
+    assert main(["run", str(recipe)]) == 2
+    assert message in capsys.readouterr().err
+    assert not run.exists()
+
+
 def test_two_phases_in_one_folder_are_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "pipeline.yaml"
     recipe.write_text(RECIPE.replace("RUN", "runs/x").replace('{run_dir}/sft"', '{run_dir}/eval"'))

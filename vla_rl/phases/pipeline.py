@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,12 +11,18 @@ import tyro
 from rich.console import Console
 
 from vla_rl.collection.collect import CollectConfig, run_collect
+from vla_rl.collection.plan import plan_demonstrations
 from vla_rl.config import ConfigError, build, to_plain
+from vla_rl.engine.world import device_kind
 from vla_rl.eval.config import EvalConfig
+from vla_rl.eval.plan import plan_episodes
+from vla_rl.eval.protocol import get_protocol
 from vla_rl.eval.report import write_report
 from vla_rl.eval.runner import run_eval
+from vla_rl.phases.dagger import DaggerConfig, dagger_recipes
 from vla_rl.phases.rl import run_rl
 from vla_rl.phases.rl_config import RlConfig
+from vla_rl.phases.rl_specs import training_scenes
 from vla_rl.phases.sft import SftConfig, run_sft
 from vla_rl.telemetry.run_directory import RunDirectory
 
@@ -64,7 +70,20 @@ class EvalPhase:
     """Its recipe."""
 
 
-Phase = CollectPhase | SftPhase | RlPhase | EvalPhase
+@dataclass(frozen=True)
+class DaggerPhase:
+    """Rounds of correcting the policy, training on the corrections, and evaluation."""
+
+    command: Literal["dagger"]
+    """What this phase runs."""
+    recipe: DaggerConfig
+    """Its recipe."""
+
+
+Phase = CollectPhase | SftPhase | RlPhase | EvalPhase | DaggerPhase
+Recipe = CollectConfig | SftConfig | RlConfig | EvalConfig
+COMMANDS: Mapping[type, str] = {CollectConfig: "collect", SftConfig: "sft", RlConfig: "rl", EvalConfig: "eval"}
+"""For messages."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +110,41 @@ def run_pipeline(config: PipelineConfig) -> int:
     Each phase resumes in its own run directory, so starting the pipeline again goes on where it stopped.
     """
     console = Console(stderr=True)
+    recipes = [recipe for phase in config.phases for recipe in _recipes(_in_run_dir(phase.recipe, config.run_dir))]
+    for recipe in recipes:
+        check_phase(recipe)
     run = RunDirectory.open(config.run_dir, config)
-    for number, phase in enumerate(config.phases, start=1):
-        recipe = _in_run_dir(phase.recipe, config.run_dir)
-        console.rule(f"[{number}/{len(config.phases)}] {phase.command}: {recipe.run_dir}", align="left")
+    for number, recipe in enumerate(recipes, start=1):
+        console.rule(f"[{number}/{len(recipes)}] {COMMANDS[type(recipe)]}: {recipe.run_dir}", align="left")
         status = _run_phase(recipe)
         if status:
-            console.print(f"{phase.command} ended with status {status}; start the same command again to go on.")
+            console.print(f"{COMMANDS[type(recipe)]} ended with status {status}; start the same command again to go on.")
             return status
     console.print(f"Report: {write_report(run.path)}")
     return 0
 
 
-def _run_phase(recipe: CollectConfig | SftConfig | RlConfig | EvalConfig) -> int:
+def _recipes(recipe: Recipe | DaggerConfig) -> Sequence[Recipe]:
+    """What a phase consists of."""
+    return dagger_recipes(recipe) if isinstance(recipe, DaggerConfig) else [recipe]
+
+
+def check_phase(recipe: Recipe) -> None:
+    """Find what can be found before anything runs, so that a misspelt task of the last phase does not cost the first ones.
+
+    Raises SpecError, ProtocolError or ConfigError for suites, tasks, protocols, goals and devices that do not exist.
+    """
+    if isinstance(recipe, CollectConfig):
+        plan_demonstrations(recipe)
+    elif isinstance(recipe, RlConfig):
+        training_scenes(recipe)
+    elif isinstance(recipe, SftConfig):
+        device_kind(recipe.engine.device, "engine.device")
+    elif recipe.actor != "replay":  # what it replays may be recorded by an earlier phase
+        plan_episodes(recipe, get_protocol(recipe.protocol))
+
+
+def _run_phase(recipe: Recipe) -> int:
     if isinstance(recipe, CollectConfig):
         return run_collect(recipe)
     if isinstance(recipe, RlConfig):
