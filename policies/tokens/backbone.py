@@ -6,15 +6,19 @@ Shape legend: B batch;  V views;  L prompt tokens;  P prefix positions (images, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from vla_rl.episode import STATE_DIM
 from vla_rl.policies.base import Batch
 from vla_rl.policies.pi0.vision import VisionTower
 from vla_rl.policies.tokens.config import LanguageConfig, TokenConfig
 from vla_rl.policies.tokens.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel  # slow to import; every command imports this file
 
 _POSITIONS = 8192
 """Longest sequence that transformers and vLLM prepare for."""
@@ -70,13 +74,15 @@ def build_language(config: LanguageConfig, vocabulary: Vocabulary) -> PreTrained
     return model
 
 
-def language_config(config: LanguageConfig, vocabulary: Vocabulary, layers: int | None = None):
+def language_config(config: LanguageConfig, vocabulary: Vocabulary, layers: int) -> PreTrainedConfig:
     """transformers' config of the language model; with it and the weights any engine can run the model."""
+    from transformers import AutoConfig
+
     return AutoConfig.for_model(
         config.architecture,
         vocab_size=vocabulary.size,
         hidden_size=config.width,
-        num_hidden_layers=config.depth if layers is None else layers,
+        num_hidden_layers=layers,
         intermediate_size=config.mlp_width,
         num_attention_heads=config.heads,
         num_key_value_heads=config.kv_heads,
@@ -93,6 +99,8 @@ def language_config(config: LanguageConfig, vocabulary: Vocabulary, layers: int 
 
 
 def _build(config: LanguageConfig, vocabulary: Vocabulary, layers: int) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_config(language_config(config, vocabulary, layers))
 
 

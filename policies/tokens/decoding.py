@@ -7,18 +7,23 @@ Shape legend: B batch;  S positions of the whole sequence;  T positions read or 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
 from vla_rl.policies.tokens.attention import SequenceLayout, positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class CachedSequence:
     """What was read so far, as keys and values; each position goes through the layers once."""
 
     def __init__(self, language: PreTrainedModel, layout: SequenceLayout) -> None:
+        from transformers import DynamicCache
+
         self._language, self._layout = language, layout
         self._cache = DynamicCache(config=language.config)
         self.valid_BS: Tensor | None = None

@@ -50,8 +50,8 @@ class FastTokenizer:
         path = folder / ACTION_TOKENIZER_FILE
         if not path.is_file():
             raise TokenizerError(
-                f"{path} does not exist, and action_tokens.kind is 'fast'; train one with `vla-rl data action-tokens RECIPE FOLDER` and "
-                "name its folder in policy.tokenizer"
+                f"{path} does not exist, and action_tokens.kind is 'fast'; `vla-rl sft` trains one on its demonstrations and keeps it in "
+                "RUN_DIR/tokenizer and in every checkpoint: name such a folder in policy.tokenizer"
             )
         return cls(Tokenizer.from_file(str(path)), config, chunk_length)
 

@@ -32,24 +32,12 @@ from vla_rl.policies.tokens.decoding import CachedSequence, choose, read_whole, 
 from vla_rl.policies.tokens.fast import FastTokenizer
 from vla_rl.policies.tokens.loss import token_loss_sums
 from vla_rl.policies.tokens.reasoning import ReasoningWriter, well_formed
+from vla_rl.policies.tokens.vllm_engine import VllmConfig, VllmEngine
 from vla_rl.policies.tokens.vocabulary import Vocabulary
+from vla_rl.policies.tokens.written import Written, after, write_with
 
 _END = 0
 """The end mark among the action choices, where the number of tokens varies: `Vocabulary.end_act` lies before the action tokens."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """What was written after a prefix. Reasoning is in the vocabulary's ids; action tokens count from 0."""
-
-    text_BR: Tensor
-    """int64[B, R]; R is 0 without reasoning."""
-    text_mask_BR: Tensor
-    """bool[B, R]: real tokens, the end mark included."""
-    actions_BN: Tensor
-    """int64[B, N], relative to the first action choice."""
-    action_mask_BN: Tensor
-    """bool[B, N]: real tokens, the end mark included."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +61,8 @@ class TokenPolicy(PolicyModule):
         placeholders = actions.length if config.decoding == "parallel" else 0
         self.model = TokenBackbone(config, self.vocabulary, len(spec.views), placeholders)
         self.critic = None if config.critic is None else Critic(config.critic, config.language.width, STATE_DIM)
+        self.engine: VllmEngine | None = None
+        """Writes the tokens of rollouts in place of this process, where there is one; only in autoregressive decoding."""
         self._writer = ReasoningWriter(processor.tokenizer, config.reasoning_tokens, self.vocabulary) if config.reasoning_tokens else None
 
     def preprocess(
@@ -94,42 +84,35 @@ class TokenPolicy(PolicyModule):
         """See `Policy.act`: the likeliest tokens, or with `exploration` a sample at its temperatures."""
         if len(noise_seeds) != len(batch):
             raise ValueError(f"{len(noise_seeds)} noise seeds for a batch of {len(batch)} rows; give one per row")
-        uniform_BT = None if exploration is None else row_uniforms(noise_seeds, self._text_length() + self.actions.length, self.device)
+        uniform_BT = None if exploration is None else row_uniforms(noise_seeds, self.text_length + self.actions.length, self.device)
         x_BPM, valid_BP = self.model.embed_prefix(batch, batch.images_BVCHW)
+        if self.engine is not None:
+            return self._act_with(self.engine, x_BPM, valid_BP, batch, noise_seeds, exploration)
         if self.config.decoding == "parallel" and self._writer is None:
             written, reading = self._write_at_once(x_BPM, valid_BP, uniform_BT, exploration)
         else:
-            written, reading = self._write(x_BPM, valid_BP, uniform_BT, exploration), None
+            written, reading = self.write(x_BPM, valid_BP, uniform_BT, exploration), None
         output = PolicyOutput(self._decode(written))
         if exploration is None:
             return output
         if reading is None:
-            reading = self._read(x_BPM, valid_BP, written)
+            reading = self.read(x_BPM, valid_BP, written)
         scored = self._score(reading, written, valid_BP, batch, exploration)
-        return replace(
-            output,
-            tokens_BT=torch.cat((written.text_BR, written.actions_BN), 1),
-            token_mask_BT=torch.cat((written.text_mask_BR, written.action_mask_BN), 1),
-            well_formed_B=None if self._writer is None else well_formed(written.text_BR, written.text_mask_BR, self.vocabulary),
-            log_prob_BC=scored.log_prob_BC,
-            value_B=scored.value_B,
-        )
+        return self._recorded(output, written, scored.log_prob_BC, scored.value_B)
 
     def log_prob(self, batch: Batch, record: TokenBatch, exploration: Exploration) -> ScoredTransitions:
         """See `Policy.log_prob`: one forward pass over prefix and recorded tokens."""
-        length = self._text_length()
+        length = self.text_length
         text_BR, actions_BN = record.tokens_BT[:, :length], record.tokens_BT[:, length:]
         written = Written(text_BR, record.mask_BT[:, :length], actions_BN, record.mask_BT[:, length:])
         x_BPM, valid_BP = self.model.embed_prefix(batch, batch.images_BVCHW)
-        return self._score(self._read(x_BPM, valid_BP, written), written, valid_BP, batch, exploration)
+        return self._score(self.read(x_BPM, valid_BP, written), written, valid_BP, batch, exploration)
 
     def value(self, batch: Batch) -> Tensor:
         """See `Policy.value`."""
         if self.critic is None:
             raise ValueError("value needs a policy with a critic; `policies/extend.py` adds one")
-        x_BPM, valid_BP = self.model.embed_prefix(batch, batch.images_BVCHW)
-        layout = replace(self._layout(x_BPM.shape[1]), reasoning=0, actions=0)
-        return self.critic(read_whole(self.model.language, layout, x_BPM, valid_BP), valid_BP, batch.state_BS)
+        return self._prefix_value(self.critic, *self.model.embed_prefix(batch, batch.images_BVCHW), batch)
 
     def sft_loss(self, batch: Batch, noise_seeds: Sequence[int]) -> LossSums:
         """Cross-entropy of the demonstrated tokens, as sums; see `token_loss_sums`.
@@ -143,10 +126,10 @@ class TokenPolicy(PolicyModule):
             images = random_shift(images, row_uniforms(noise_seeds, 2 * len(self.spec.views), self.device), self.config.shift_pixels)
         written = self._demonstrated(batch)
         x_BPM, valid_BP = self.model.embed_prefix(batch, images)
-        reading = self._read(x_BPM, valid_BP, written)
+        reading = self.read(x_BPM, valid_BP, written)
         return token_loss_sums(
-            self._text_logits(reading),
-            self._action_logits(reading),
+            self.text_logits(reading),
+            self.action_logits(reading),
             written.text_BR,
             written.text_mask_BR,
             written.actions_BN,
@@ -177,12 +160,13 @@ class TokenPolicy(PolicyModule):
             raise ValueError("the policy reasons, and the batch has no reasoning; make it with this policy's `preprocess`")
         return Written(batch.reasoning_BR, batch.reasoning_mask_BR, tokens_BN, mask_BN)
 
-    def _text_length(self) -> int:
+    @property
+    def text_length(self) -> int:
         """R of what is written: all of the reasoning, or only its end mark where it is skipped."""
         return 1 if self.config.skip_reasoning else self.config.reasoning_tokens
 
     def _layout(self, prefix: int, text: int | None = None) -> SequenceLayout:
-        length = self._text_length() if text is None else text
+        length = self.text_length if text is None else text
         return SequenceLayout(
             prefix=prefix,
             reasoning=length + 1 if length else 0,
@@ -191,23 +175,59 @@ class TokenPolicy(PolicyModule):
             parallel_actions=self.config.decoding == "parallel",
         )
 
-    def _read(self, x_BPM: Tensor, valid_BP: Tensor, written: Written) -> Reading:
+    def read(self, x_BPM: Tensor, valid_BP: Tensor, written: Written) -> Reading:
         """One forward pass over the whole sequence, with the written tokens as inputs."""
         rows, prefix, text = len(x_BPM), x_BPM.shape[1], written.text_BR.shape[1]
         inputs, valid = [x_BPM], [valid_BP]
         if text:
-            inputs.append(self.model.embed(_after(self.vocabulary.think, written.text_BR)))
-            valid.append(_after(True, written.text_mask_BR))
+            inputs.append(self.model.embed(after(self.vocabulary.think, written.text_BR)))
+            valid.append(after(True, written.text_mask_BR))
         if self.config.decoding == "parallel":
             inputs.append(self.model.placeholders(rows))
             valid.append(torch.ones_like(written.action_mask_BN))
         else:
-            ids_BN = written.actions_BN[:, :-1] + self._action_choices.start
-            inputs.append(self.model.embed(_after(self.vocabulary.act, ids_BN)))
-            valid.append(_after(True, written.action_mask_BN[:, :-1]))
+            ids_BN = written.actions_BN[:, :-1] + self.action_choices.start
+            inputs.append(self.model.embed(after(self.vocabulary.act, ids_BN)))
+            valid.append(after(True, written.action_mask_BN[:, :-1]))
         layout = self._layout(prefix, text)
         hidden_BSM = read_whole(self.model.language, layout, torch.cat(inputs, 1), torch.cat(valid, 1))
         return Reading(hidden_BSM[:, :prefix], hidden_BSM[:, prefix : prefix + text], hidden_BSM[:, -self.actions.length :])
+
+    def _act_with(
+        self,
+        engine: VllmEngine,
+        x_BPM: Tensor,
+        valid_BP: Tensor,
+        batch: Batch,
+        noise_seeds: Sequence[int],
+        exploration: Exploration | None,
+    ) -> PolicyOutput:
+        """As `act`, with tokens and log-probabilities of another engine."""
+        written, text_log_prob_BR, log_prob_BN = write_with(engine, self, x_BPM, valid_BP, noise_seeds, exploration)
+        output = PolicyOutput(self._decode(written))
+        if exploration is None:
+            return output
+        log_prob_BC = self._per_action(log_prob_BN, written.action_mask_BN)
+        if self._counts_reasoning:
+            log_prob_BC = log_prob_BC + _first_action(text_log_prob_BR.sum(1), log_prob_BC.shape[1])
+        value_B = None if self.critic is None else self._prefix_value(self.critic, x_BPM, valid_BP, batch)
+        return self._recorded(output, written, log_prob_BC, value_B)
+
+    def _recorded(self, output: PolicyOutput, written: Written, log_prob_BC: Tensor, value_B: Tensor | None) -> PolicyOutput:
+        """The output with what a learner needs."""
+        return replace(
+            output,
+            tokens_BT=torch.cat((written.text_BR, written.actions_BN), 1),
+            token_mask_BT=torch.cat((written.text_mask_BR, written.action_mask_BN), 1),
+            well_formed_B=None if self._writer is None else well_formed(written.text_BR, written.text_mask_BR, self.vocabulary),
+            log_prob_BC=log_prob_BC,
+            value_B=value_B,
+        )
+
+    def _prefix_value(self, critic: Critic, x_BPM: Tensor, valid_BP: Tensor, batch: Batch) -> Tensor:
+        """The critic's value float32[B] from the prefix alone; what follows it is seen by no prefix position."""
+        layout = replace(self._layout(x_BPM.shape[1]), reasoning=0, actions=0)
+        return critic(read_whole(self.model.language, layout, x_BPM, valid_BP), valid_BP, batch.state_BS)
 
     def _write_at_once(
         self, x_BPM: Tensor, valid_BP: Tensor, uniform_BN: Tensor | None, exploration: Exploration | None
@@ -217,19 +237,19 @@ class TokenPolicy(PolicyModule):
         nothing = valid_BP.new_zeros(rows, 0)
         mask_BN = valid_BP.new_ones(rows, self.actions.length)
         blank = Written(nothing.long(), nothing, mask_BN.long(), mask_BN)
-        reading = self._read(x_BPM, valid_BP, blank)
-        tokens_BN = choose(self._action_logits(reading), 1.0 if exploration is None else exploration.temperature, uniform_BN)
+        reading = self.read(x_BPM, valid_BP, blank)
+        tokens_BN = choose(self.action_logits(reading), 1.0 if exploration is None else exploration.temperature, uniform_BN)
         return replace(blank, actions_BN=tokens_BN), reading
 
-    def _write(self, x_BPM: Tensor, valid_BP: Tensor, uniform_BT: Tensor | None, exploration: Exploration | None) -> Written:
+    def write(self, x_BPM: Tensor, valid_BP: Tensor, uniform_BT: Tensor | None, exploration: Exploration | None) -> Written:
         """Token after token over cached keys and values; parallel actions at once after the reasoning."""
-        vocabulary, length = self.vocabulary, self._text_length()
+        vocabulary, length = self.vocabulary, self.text_length
         sequence = CachedSequence(self.model.language, self._layout(x_BPM.shape[1]))
         sequence.read(x_BPM, valid_BP)
         text_BR, text_mask_BR = self._write_reasoning(sequence, len(x_BPM), uniform_BT, exploration)
         temperature = 1.0 if exploration is None else exploration.temperature
         uniform_BN = None if uniform_BT is None else uniform_BT[:, length:]
-        choices = self._action_choices
+        choices = self.action_choices
         if self.config.decoding == "parallel":
             mask_BN = valid_BP.new_ones(len(x_BPM), self.actions.length)
             hidden_BNM = sequence.read(self.model.placeholders(len(x_BPM)), mask_BN)
@@ -245,11 +265,11 @@ class TokenPolicy(PolicyModule):
         self, sequence: CachedSequence, rows: int, uniform_BT: Tensor | None, exploration: Exploration | None
     ) -> tuple[Tensor, Tensor]:
         """int64[B, R] and bool[B, R], read by `sequence` to the last token; empty without reasoning."""
-        vocabulary, length = self.vocabulary, self._text_length()
+        vocabulary, length = self.vocabulary, self.text_length
         device = self.device
         if self.config.skip_reasoning:
             text_BR = torch.full((rows, 1), vocabulary.end_think, device=device)
-            sequence.read(self.model.embed(_after(vocabulary.think, text_BR)), torch.ones(rows, 2, dtype=torch.bool, device=device))
+            sequence.read(self.model.embed(after(vocabulary.think, text_BR)), torch.ones(rows, 2, dtype=torch.bool, device=device))
             return text_BR, torch.ones_like(text_BR, dtype=torch.bool)
         if not length:
             nothing = torch.zeros(rows, 0, dtype=torch.int64, device=device)
@@ -297,15 +317,21 @@ class TokenPolicy(PolicyModule):
         return torch.cat(ids, 1), torch.cat(masks, 1)
 
     @property
-    def _action_choices(self) -> range:
+    def _counts_reasoning(self) -> bool:
+        """Whether the reasoning was chosen, and so is part of the chunk's likelihood."""
+        return self._writer is not None and not self.config.skip_reasoning
+
+    @property
+    def action_choices(self) -> range:
+        """What may stand at an action position: ids of the vocabulary."""
         return self.vocabulary.action_choices(self.actions.fixed_length)
 
-    def _text_logits(self, reading: Reading) -> Tensor:
+    def text_logits(self, reading: Reading) -> Tensor:
         choices = self.vocabulary.reasoning_choices
         return self.model.logits(reading.text_BRM, choices.start, len(choices))
 
-    def _action_logits(self, reading: Reading) -> Tensor:
-        return self.model.logits(reading.actions_BNM, self._action_choices.start, len(self._action_choices))
+    def action_logits(self, reading: Reading) -> Tensor:
+        return self.model.logits(reading.actions_BNM, self.action_choices.start, len(self.action_choices))
 
     def _score(self, reading: Reading, written: Written, valid_BP: Tensor, batch: Batch, exploration: Exploration) -> ScoredTransitions:
         """Log-probability and entropy per action, and the critic's value.
@@ -317,11 +343,11 @@ class TokenPolicy(PolicyModule):
             raise ConfigError(
                 f"exploration.method is {exploration.method!r} and the policy writes tokens; set exploration.method to 'tokens'"
             )
-        logits_BNW = self._action_logits(reading)
+        logits_BNW = self.action_logits(reading)
         log_prob_BN, entropy_BN = token_log_prob(logits_BNW, written.actions_BN, exploration.temperature)
         log_prob_BC, entropy_BC = (self._per_action(value, written.action_mask_BN) for value in (log_prob_BN, entropy_BN))
-        if self._writer is not None and not self.config.skip_reasoning:
-            text = token_log_prob(self._text_logits(reading), written.text_BR, exploration.reasoning_temperature)
+        if self._counts_reasoning:
+            text = token_log_prob(self.text_logits(reading), written.text_BR, exploration.reasoning_temperature)
             log_prob_BC, entropy_BC = (
                 total + _first_action(torch.where(written.text_mask_BR, value, 0.0).sum(1), total.shape[1])
                 for total, value in zip((log_prob_BC, entropy_BC), text)
@@ -344,11 +370,6 @@ class TokenPolicy(PolicyModule):
         return self.actions.decode((written.actions_BN - 1).clamp(min=0), real_BN)
 
 
-def _after(first: int | bool, tokens_BT: Tensor) -> Tensor:
-    """[B, 1 + T]: a column of `first` before the tokens."""
-    return torch.cat((tokens_BT.new_full((len(tokens_BT), 1), first), tokens_BT), 1)
-
-
 def _closed(tokens_BN: Tensor, mask_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Action choices where their number varies: the end mark is choice 0 and follows the last real token. The last column must be free."""
     ends_B1 = mask_BN.sum(1, keepdim=True)
@@ -359,6 +380,20 @@ def _closed(tokens_BN: Tensor, mask_BN: Tensor) -> tuple[Tensor, Tensor]:
 def _first_action(value_B: Tensor, chunk_length: int) -> Tensor:
     """float32[B, C]: the value at the first action, 0 elsewhere."""
     return nn.functional.pad(value_B[:, None], (0, chunk_length - 1))
+
+
+def open_vllm(policy: PolicyModule, config: VllmConfig, rows: int) -> VllmEngine:
+    """Start a vLLM process that writes the tokens of `policy`, up to `rows` chunks at a time; whoever opens it closes it.
+
+    Raises ConfigError for a policy that vLLM cannot run, EngineLost where the process does not come up.
+    """
+    if not isinstance(policy, TokenPolicy) or policy.config.decoding != "autoregressive":
+        kind = type(policy).__name__ if not isinstance(policy, TokenPolicy) else f"a token policy of {policy.config.decoding} decoding"
+        raise ConfigError(f"vllm is given and the policy is {kind}; vLLM runs token policies of decoding 'autoregressive'")
+    prefix = len(policy.spec.views) * policy.config.vision.tokens + policy.config.prompt_tokens + 1
+    longest = prefix + policy.text_length + 1 + policy.actions.length + 1
+    policy.engine = VllmEngine(config, policy.model.language, rows, longest)
+    return policy.engine
 
 
 def build_tokens(config: TokenConfig, statistics: Statistics, spec: PolicySpec, tokenizer: PromptTokenizer) -> TokenPolicy:

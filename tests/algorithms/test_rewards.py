@@ -4,13 +4,14 @@ import math
 import sys
 import threading
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from vla_rl.algorithms.rewards import RewardError, RewardSettings, episode_rewards, load_function
 from vla_rl.config import ConfigError
-from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome
+from vla_rl.episode import ActionChunk, ChunkStep, Episode, EpisodeSpec, Observation, Outcome, TokenRecord
 
 SPEC = EpisodeSpec("libero_object", 0, "sampled:1000003", "train")
 
@@ -45,6 +46,28 @@ def test_an_empty_last_chunk_does_not_swallow_the_success():
 
 def test_step_penalty_is_per_executed_control_step():
     assert rows(episode_rewards(WON, RewardSettings("success_minus_steps", 0.25))) == [[-0.25] * 3, [-0.25, 0.75]]
+
+
+def reasoned(forms: list[bool | None], lengths: list[int], outcome: Outcome) -> Episode:
+    """Chunks of a token policy that reasoned in the right form, or not, or of one that does not reason."""
+    made = episode(lengths, outcome)
+    nothing = np.zeros(1, np.int64)
+    for step, form in zip(made.steps, forms, strict=True):
+        step.proposed = replace(step.proposed, record=TokenRecord(nothing, nothing > 0, np.zeros(1, np.float32), form))
+    return made
+
+
+def test_the_form_of_the_reasoning_pays_its_share_of_the_chunks_that_ran():
+    settings = RewardSettings(format_coefficient=0.4)
+    assert rows(episode_rewards(reasoned([True, False], [3, 2], Outcome.SUCCESS), settings)) == [[0, 0, 0], [0, 1.2]]
+    assert rows(episode_rewards(reasoned([True, True], [3, 2], Outcome.FAILURE), settings)) == [[0, 0, 0], [0, 0.4]]
+    assert rows(episode_rewards(reasoned([True, False], [3, 0], Outcome.FAILURE), settings)) == [[0, 0, 0.4], []]
+
+
+@pytest.mark.parametrize("silent", [WON, reasoned([None, None], [3, 2], Outcome.SUCCESS)])
+def test_a_form_that_does_not_exist_is_not_rewarded(silent: Episode):
+    with pytest.raises(RewardError, match="the policy writes no reasoning whose form could be judged"):
+        episode_rewards(silent, RewardSettings(format_coefficient=0.4))
 
 
 @pytest.fixture

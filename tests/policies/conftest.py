@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from vla_rl.policies.pi0.config import PI0_PRESETS
 from vla_rl.policies.pi0.policy import Pi0Policy
 from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
 
+sys.path.insert(0, str(Path(__file__).parent))  # test helpers beside the tests
 PROMPT = "pick up the milk and place it in the basket"
 
 

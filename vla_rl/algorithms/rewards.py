@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vla_rl.config import ConfigError, nearest_name
-from vla_rl.episode import Episode, Float32
+from vla_rl.episode import Episode, Float32, TokenRecord
 from vla_rl.errors import UserError
 
 RewardKind = Literal["success", "success_minus_steps", "progress", "function"]
@@ -41,6 +41,9 @@ class RewardSettings:
     function: str = ""
     """`module:name`. For `function`: Episode -> float[N], a reward for every executed control step. For `progress`:
     Episode -> float[T + 1], the measure before every chunk and at the end."""
+    format_coefficient: float = 0.0
+    """Added times the share of chunks whose reasoning has the right form (DeepThinkVLA: 0.4), paid at the last control step; for token
+    policies that reason. At least 0."""
     time_limit_s: float = 10.0
     """Longest time that `function` may take for one episode (s); above 0."""
 
@@ -54,6 +57,8 @@ class RewardSettings:
             raise ConfigError(f"reward.step_penalty is {self.step_penalty}; allowed: at least 0 (it is subtracted)")
         if not self.progress_coefficient > 0:
             raise ConfigError(f"reward.progress_coefficient is {self.progress_coefficient}; allowed: above 0")
+        if not self.format_coefficient >= 0:
+            raise ConfigError(f"reward.format_coefficient is {self.format_coefficient}; allowed: at least 0")
         if not self.time_limit_s > 0:
             raise ConfigError(f"reward.time_limit_s is {self.time_limit_s}; allowed: above 0")
 
@@ -69,11 +74,25 @@ def episode_rewards(episode: Episode, settings: RewardSettings) -> list[Float32]
         rewards[-1] = float(episode.success)
     if settings.kind == "success_minus_steps":
         rewards -= np.float32(settings.step_penalty)
+    if settings.format_coefficient:
+        rewards[-1] += np.float32(settings.format_coefficient * _well_formed_share(episode))
     ends = np.cumsum([len(step.executed_EA) for step in episode.steps])
     if settings.kind == "progress":
         change_T = np.diff(_call(settings, episode, len(episode.steps) + 1))
         np.add.at(rewards, np.maximum(ends - 1, 0), settings.progress_coefficient * change_T)
     return np.split(rewards, ends[:-1])
+
+
+def _well_formed_share(episode: Episode) -> float:
+    """Share of the chunks that ran whose reasoning has the right form; chunks after the episode's end do not exist, so none counts."""
+    records = [step.proposed.record for step in episode.steps if len(step.executed_EA)]
+    forms = [record.well_formed if isinstance(record, TokenRecord) else None for record in records]
+    if None in forms:
+        raise RewardError(
+            "reward.format_coefficient is above 0, but the policy writes no reasoning whose form could be judged; set it to 0, or train "
+            "a token policy with policy.reasoning_tokens"
+        )
+    return float(np.mean(np.array(forms, dtype=np.float64)))
 
 
 def load_function(path: str) -> Callable[[Episode], Any]:

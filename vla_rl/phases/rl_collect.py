@@ -100,6 +100,8 @@ class Collector:
         every, wall_s = source.all_episodes(), time.perf_counter() - started
         metrics = rollout_metrics(every, wall_s) | {f"groups_{name}": float(count) for name, count in source.plan().counts.items()}
         forwards = sum(work.forwards for work in works)
+        if self._config.vllm is not None:
+            metrics["vllm_starts"] = float(sum(work.vllm_starts for work in works))
         metrics["batch_fill"] = _chunks(every) / max(forwards * self._config.rollout_rows, 1)
         seconds = busy_seconds(every) | {"policy_forward": sum(work.busy_s for work in works), "wall": wall_s}
         values = {key: value for work in works for key, value in work.final_values.items()}

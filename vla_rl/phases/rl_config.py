@@ -15,6 +15,7 @@ from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.noise_head import NoiseHeadConfig
+from vla_rl.policies.tokens.vllm_engine import VllmConfig
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
 
@@ -41,6 +42,8 @@ class RlConfig:
     """How episodes become an update."""
     exploration: Exploration = field(default_factory=Exploration)
     """How the policy explores during rollouts."""
+    vllm: VllmConfig | None = None
+    """A vLLM process per rollout worker, which writes the tokens of an autoregressive token policy; none: the worker does it itself."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value head, where the algorithm has a critic and the initial policy has none."""
     noise_head: NoiseHeadConfig = field(default_factory=NoiseHeadConfig)
@@ -142,6 +145,15 @@ class RlConfig:
             if (given is not None) != needed:
                 verb = "is needed" if needed else "is given, but nothing uses it"
                 raise ConfigError(f"{name} {verb}: it belongs to {needed_by}, which is {'on' if needed else 'off'}")
+        if self.vllm is not None and self.exploration.method != "tokens":
+            raise ConfigError(
+                f"vllm is given and exploration.method is {self.exploration.method!r}; vLLM writes tokens: set exploration.method: tokens"
+            )
+        if self.exploration.method == "tokens" and "velocity" in (algorithm.kl.kind, algorithm.distillation.kind):
+            raise ConfigError(
+                f"algorithm.kl.kind is {algorithm.kl.kind!r}, algorithm.distillation.kind {algorithm.distillation.kind!r}, and "
+                "exploration.method 'tokens': tokens have no velocity; use another kind"
+            )
         if self.exploration.method == "flow_sde" and algorithm.entropy_coefficient > 0:
             raise ConfigError(
                 f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient} and exploration.method 'flow_sde', whose entropy no "

@@ -147,6 +147,7 @@ def open_learner(config: RlConfig, world: World) -> tuple[Learner, CloningStream
         exploration=config.exploration,
         seed=config.seed,
         rollout_rows=config.rollout_rows,
+        same_kernels=config.vllm is None,
         reference=with_heads(config, initial).to(world.device) if config.algorithm.kl.kind != "none" else None,
         teacher=load_policy(config.teacher).to(world.device) if config.teacher is not None else None,
         next_samples=cloning.next_samples if cloning is not None else None,

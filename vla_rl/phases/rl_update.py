@@ -55,6 +55,8 @@ class Learner:
     seed: int
     rollout_rows: int
     """Rows of the rollout's forward pass: where micro-batches have the same number, log-ratios of fresh data are exactly 0."""
+    same_kernels: bool
+    """The rollout's log-probabilities come from this very code, and not from vLLM's."""
     reference: PolicyModule | None
     """The weights that the run started from, for KL."""
     teacher: PolicyModule | None
@@ -140,7 +142,8 @@ def update(learner: Learner, targets: Targets, step: int, fresh: bool) -> dict[s
             if epoch == index == 0:
                 gap = LogProbGap(max(g.largest for g in gaps), sum(g.mean for g in gaps) / len(gaps))
                 if fresh:
-                    check_on_policy(gap, algorithm.micro_batch_size_per_rank == learner.rollout_rows, learner.engine.config.precision)
+                    same = learner.same_kernels and algorithm.micro_batch_size_per_rank == learner.rollout_rows
+                    check_on_policy(gap, same, learner.engine.config.precision)
             kl = result.metrics["kl"]
             if exceeds_target_kl(kl, algorithm.target_kl):
                 learner.engine.take_gradient()

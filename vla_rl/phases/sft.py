@@ -27,6 +27,7 @@ from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine, LossResult, StepResult
 from vla_rl.engine.world import World, close_world, open_world
 from vla_rl.episode import ACTION_DIM
+from vla_rl.phases.action_tokenizer import tokenizer_folder
 from vla_rl.phases.evaluation import EvaluationConfig, evaluate_checkpoint
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
 from vla_rl.phases.loggers import LoggerConfig, MetricLog
@@ -169,7 +170,7 @@ def _prepare(config: SftConfig) -> _Training:
     run = RunDirectory.open(config.run_dir, config) if world.leads else RunDirectory(Path(config.run_dir))
     world.barrier()
     dataset, validation = open_datasets(config.data)
-    policy = _make_policy(config, dataset)
+    policy = _make_policy(config, dataset, run, world)
     engine = Engine(policy, config.engine, config.updates, world)
     loader = TrainLoader(
         dataset, policy.spec.chunk_length, config.global_batch_size, config.seed, world.rank, world.size, config.data.workers
@@ -179,13 +180,15 @@ def _prepare(config: SftConfig) -> _Training:
     return training
 
 
-def _make_policy(config: SftConfig, dataset: EpisodeDataset) -> PolicyModule:
+def _make_policy(config: SftConfig, dataset: EpisodeDataset, run: RunDirectory, world: World) -> PolicyModule:
     """Statistics are fixed here, once: the dataset's, or those that the initial policy was trained with."""
     if config.initial_policy is not None:
         return load_policy(config.initial_policy)
     first = dataset.infos[0]
     spec = policy_spec(config.policy, first.resolution, first.conventions)
-    return make_policy(config.policy, compute_statistics(dataset), spec, config.seed)
+    statistics = compute_statistics(dataset)
+    tokenizer = tokenizer_folder(config.policy, dataset, statistics, run.path / "tokenizer", world)
+    return make_policy(config.policy, statistics, spec, config.seed, tokenizer)
 
 
 def _resume(training: _Training) -> None:
