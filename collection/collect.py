@@ -15,8 +15,11 @@ from typing import Any
 
 from vla_rl.actors import scripted_actor
 from vla_rl.collection.config import CollectConfig
+from vla_rl.collection.corrected import corrected_episodes
+from vla_rl.collection.operators import PageOperator
 from vla_rl.collection.plan import noisy_expert, plan_demonstrations, provenance_of
 from vla_rl.collection.recorder import Recorder, fill_frames
+from vla_rl.collection.session import record_session
 from vla_rl.datasets.collected import Store, collected_store
 from vla_rl.datasets.store import merge
 from vla_rl.episode import Episode, EpisodeSpec
@@ -66,7 +69,7 @@ class CollectSummary:
 def run_collect(config: CollectConfig) -> int:
     """Collect, or go on collecting, and print a summary; 0 if every planned episode has an outcome, else 1."""
     summary = collect(config)
-    print(summary_text(summary, config.run_dir))
+    print(summary_text(summary, config.run_dir, isinstance(config.operator, PageOperator)))
     return 0 if summary.complete else 1
 
 
@@ -83,26 +86,38 @@ def collect(config: CollectConfig, make_env: MakeEnv = make_env) -> CollectSumma
     open_span_log(run.spans_file, role="collect")
     try:
         with store.writing(), span("collect"):
-            missing = _missing(specs, run, store)
-            recorded = _record(config, run, store, specs, missing, make_env) if missing else []
+            missing = _missing(config, specs, run, store)
+            record = record_session if isinstance(config.operator, PageOperator) else _record
+            recorded = record(config, run, store, specs, missing, make_env) if missing else []
     finally:
         close_span_log()
-    summary = _summarize(specs, read_jsonl(run.episodes_file), recorded, time.perf_counter() - started)
+    summary = _summarize(specs, list(_done(config, read_jsonl(run.episodes_file)).values()), recorded, time.perf_counter() - started)
     write_json(run.path / "summary.json", asdict(summary))
     if config.libero_files and summary.complete and summary.episodes:
         merge([run.path / "episodes"], run.path / "libero")
     return summary
 
 
-def _missing(specs: Sequence[EpisodeSpec], run: RunDirectory, store: Store) -> list[int]:
+def _missing(config: CollectConfig, specs: Sequence[EpisodeSpec], run: RunDirectory, store: Store) -> list[int]:
     """Numbers of the episodes without an outcome, or whose file is gone. Rows of what will run again are removed."""
     present = set(store.numbers())
     rows = read_jsonl(run.episodes_file)
     valid = [row for row in rows if row["outcome"] != "crash" and (not row["kept"] or row["number"] in present)]
     if len(valid) != len(rows):
         write_text(run.episodes_file, "".join(json.dumps(row) + "\n" for row in valid))
-    done = {row["number"] for row in valid}
+    done = _done(config, valid)
     return [number for number in range(len(specs)) if number not in done]
+
+
+def _done(config: CollectConfig, rows: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """Episodes that need not run again, with their rows.
+
+    A scripted episode is tried once, whatever comes out. A person wants demonstrations: a take that failed and is not kept, or
+    was discarded, leaves its scene to be shown again.
+    """
+    person = isinstance(config.operator, PageOperator)
+    ended = [row for row in rows if row["outcome"] in ("success", "failure")]
+    return {row["number"]: row for row in ended if row["kept"] or not person}
 
 
 def _record(
@@ -135,16 +150,18 @@ def _renderer(config: CollectConfig, make_env: MakeEnv, stack: ExitStack) -> Env
 
 def _episodes(config: CollectConfig, pool: EnvPool, specs: Sequence[EpisodeSpec]) -> Iterator[Episode]:
     """Episodes as they end."""
+    if config.operator is not None:
+        yield from corrected_episodes(config, pool, specs)
+        return
     actor = scripted_actor(lambda spec: noisy_expert(config, spec))
     record_every = config.frame_every if config.render == "live" else 0
     look = look_of(actor.needs, record_every=record_every, record_states=True)
-    return run_episodes(pool, actor, ListSource(specs), lambda spec: look)
+    yield from run_episodes(pool, actor, ListSource(specs), lambda spec: look)
 
 
 def _summarize(
-    specs: Sequence[EpisodeSpec], rows: Sequence[Mapping[str, Any]], recorded: Sequence[EpisodeRow], wall_s: float
+    specs: Sequence[EpisodeSpec], finished: Sequence[Mapping[str, Any]], recorded: Sequence[EpisodeRow], wall_s: float
 ) -> CollectSummary:
-    finished = [row for row in rows if row["outcome"] != "crash"]
     kept = [row for row in finished if row["kept"]]
     tasks = {
         f"{spec.suite} task {spec.task}": [row for row in finished if (row["suite"], row["task"]) == (spec.suite, spec.task)]
@@ -164,14 +181,13 @@ def _summarize(
     )
 
 
-def summary_text(summary: CollectSummary, run_dir: str) -> str:
-    """The summary for a person."""
+def summary_text(summary: CollectSummary, run_dir: str, person: bool = False) -> str:
+    """The summary as people read it; `person`: somebody shows the episodes, who may go on another day."""
     lines = [f"{name}: {counts} succeeded" for name, counts in summary.tasks.items()]
     lines.append(f"{summary.episodes} episodes, {summary.steps} control steps, {summary.bytes / 2**20:.1f} MiB in {run_dir}")
     lines.append(f"this start: {summary.recorded_now} episodes in {summary.wall_s:.0f} s, {summary.steps_per_s:.1f} control steps/s")
     if not summary.complete:
         lost = summary.planned - summary.finished
-        lines.append(
-            f"INCOMPLETE: {lost} of {summary.planned} episodes crashed twice (reasons in episodes.jsonl); start again to retry them"
-        )
+        why = "are not recorded yet" if person else "crashed twice (reasons in episodes.jsonl)"
+        lines.append(f"INCOMPLETE: {lost} of {summary.planned} episodes {why}; start again to go on")
     return "\n".join(lines)

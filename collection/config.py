@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vla_rl.collection.operators import OperatorConfig, ScriptedOperatorConfig
 from vla_rl.datasets.collected import Format
 from vla_rl.datasets.hdf5 import DEFAULT_COMPRESSION, Compression
 from vla_rl.datasets.lerobot_format import Pictures
@@ -15,7 +16,7 @@ from vla_rl.sim.pool import PoolConfig
 
 @dataclass(frozen=True)
 class CollectConfig:
-    """Scripted demonstrations of some tasks of one suite."""
+    """Demonstrations of some tasks of one suite: scripted, by a person, or of a policy that is corrected."""
 
     run_dir: str
     """Where `episodes/` and `episodes.jsonl` go; starting again with the same directory records only what is missing."""
@@ -49,6 +50,11 @@ class CollectConfig:
     """Of pictures in HDF5: `lzf`, `gzip` (smaller, slower to read) or `none`."""
     pictures: Pictures = "png"
     """In LeRobot's format: `png` (exact) or video, `av1` (small) or `h264` (encodes and plays anywhere)."""
+    operator: OperatorConfig | None = None
+    """Who may take control: `{kind: page}`, a person at the page, or `{kind: scripted}`, the scripted expert that corrects a policy.
+    None: the scripted expert shows everything."""
+    checkpoint: str | None = None
+    """Folder of the policy that acts where nobody has taken over (only with an operator); none: environments wait for a person."""
     libero_files: bool = False
     """When everything is recorded, also write LIBERO's form, one `TASK_demo.hdf5` per task, into `libero/` of the run directory."""
     env: EnvConfig = field(default_factory=EnvConfig)
@@ -64,7 +70,9 @@ class CollectConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, must be at least 1")
         if self.format != "hdf5" and self.frame_every != 1:
-            raise ValueError(f"format is {self.format!r} and frame_every {self.frame_every}; LeRobot has a picture in every row: set 1")
+            raise ValueError(
+                f"format is {self.format!r} and frame_every {self.frame_every}; LeRobot has a picture in every row: frame_every 1"
+            )
         if self.libero_files and self.format == "lerobot":
             raise ValueError("libero_files needs the HDF5 files: format 'hdf5' or 'both'")
         last = self.first_seed + self.episodes_per_task - 1
@@ -75,6 +83,10 @@ class CollectConfig:
         low, high = self.noise_std
         if not 0 <= low <= high <= 1:
             raise ValueError(f"noise_std is {list(self.noise_std)}, must be [low, high] with 0 <= low <= high <= 1")
+        if self.checkpoint is not None and self.operator is None:
+            raise ValueError(f"checkpoint is {self.checkpoint!r} without an operator to correct it; vla-rl eval evaluates a policy")
+        if isinstance(self.operator, ScriptedOperatorConfig) and self.checkpoint is None:
+            raise ValueError("operator.kind is 'scripted' but no checkpoint is there to correct; leave operator out for demonstrations")
         if not 0 <= self.burst_rate <= 1:
             raise ValueError(f"burst_rate is {self.burst_rate}, must be 0 to 1")
         if (self.suite == "reach") != (self.env.kind == "reach"):

@@ -10,6 +10,7 @@ import numpy as np
 
 from vla_rl.actors import Expert
 from vla_rl.collection.config import CollectConfig
+from vla_rl.collection.operators import PageOperator
 from vla_rl.config import ConfigError
 from vla_rl.episode import EpisodeSpec, StepProtocol, noise_seed
 
@@ -24,8 +25,9 @@ def plan_demonstrations(config: CollectConfig) -> list[EpisodeSpec]:
     """
     specs = [spec for task in task_numbers(config) for spec in _of_task(config, task)]
     goals: dict[tuple[int, str], EpisodeSpec] = {(spec.task, spec.goal): spec for spec in specs}
-    for spec in goals.values():
-        _require_expert(config, spec)
+    if not isinstance(config.operator, PageOperator):  # a person can show what no script can
+        for spec in goals.values():
+            _require_expert(config, spec)
     return specs
 
 
@@ -106,7 +108,10 @@ def _require_expert(config: CollectConfig, spec: EpisodeSpec) -> None:
 
 def provenance_of(config: CollectConfig, spec: EpisodeSpec) -> dict[str, Any]:
     """JSON values about who acted, and LIBERO's names of the task."""
-    actor = {"name": "expert", "noise_std": action_noise(config, spec), "burst_rate": config.burst_rate}
+    actor: dict[str, Any] = {"name": "operator"} if config.checkpoint is None else {"name": "policy", "checkpoint": config.checkpoint}
+    if not isinstance(config.operator, PageOperator):
+        expert = {"noise_std": action_noise(config, spec), "burst_rate": config.burst_rate}
+        actor = {"name": "expert", **expert} if config.operator is None else {**actor, "scripted_operator": expert}
     return {"actor": actor, "task": {} if spec.suite == "reach" else _libero_names(spec.suite, spec.task)}
 
 

@@ -127,7 +127,7 @@ def parse(text: str) -> Message:
     if not isinstance(values, dict):
         raise BadMessage(f"a {type(values).__name__}; a message is an object with the key 'kind'")
     kind = values.pop("kind", None)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise BadMessage(f"kind is {str(kind)[:40]!r}{nearest_name(str(kind)[:40], list(KINDS))}")
     try:
         return build(KINDS[kind], values, where=f"message {kind!r}")

@@ -1,0 +1,295 @@
+"""The web server of a session: one page, one websocket per tab, pictures as fast as each tab takes them.
+
+It runs in a thread of its own with an asyncio loop. It knows nothing of control: what tabs say goes to `say`, what they are shown
+comes from `Board` and `show`. Only text messages of the kinds in `messages.py` are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from vla_rl.collection.browser.access import COOKIE, Access, same_origin
+from vla_rl.collection.browser.messages import MAX_BYTES, BadMessage, Hello, Message, Ping, Seen, parse
+from vla_rl.collection.browser.pictures import live_message
+from vla_rl.collection.operators import PageOperator
+from vla_rl.collection.watched_pool import Picture
+from vla_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from vla_rl.collection.session_state import Board
+
+PAGE = Path(__file__).with_name("page.html")
+HELLO_S = 10.0
+"""Seconds that a new connection may take to say who it is."""
+TAB_ELSEWHERE, NAME_TAKEN, NEWER_TAB = 4001, 4002, 4003
+"""Close codes that the page explains to its person."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self' blob: data:; "
+    "connect-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+"""No other site can frame the page, and the page talks to nobody else."""
+
+Say = Callable[[str, Any, Callable[[str], None]], None]
+"""`say(operator, said, answer)`, see `Session.say`."""
+
+
+class PortTaken(UserError):
+    """Nothing can listen where the recipe wants the page."""
+
+
+@dataclass
+class _Tab:
+    """One connection."""
+
+    hello: Hello
+    socket: web.WebSocketResponse
+    waiting: dict[int, Picture] = field(default_factory=dict[int, Picture])
+    """Newest picture of each env that it has not been sent."""
+    unseen: set[int] = field(default_factory=set[int])
+    """Envs of which it has been sent a picture and has not shown it yet."""
+
+
+class PageServer:
+    """Serves `page.html` and its websocket; `joined` and `left` are what is said when a person comes and goes."""
+
+    def __init__(self, say: Say, board: Board, operator: PageOperator, joined: Callable[[str], Any], left: Callable[[str], Any]) -> None:
+        self._say, self._board, self._operator = say, board, operator
+        self._joined, self._left = joined, left
+        self._access = Access(operator.host)
+        self._tabs: dict[str, _Tab] = {}
+        """By operator."""
+        self._loop = asyncio.new_event_loop()
+        self.address = ""
+
+    def show(self, picture: Picture) -> None:
+        """A new picture of an env; from any thread, never waits."""
+        self._loop.call_soon_threadsafe(self._offer, picture)
+
+    def publish(self) -> None:
+        """The board has a new snapshot; from any thread."""
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._send_state()))
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Listen; prints what to open. Raises PortTaken."""
+        runner = web.AppRunner(self._application(), access_log=None)
+        thread = threading.Thread(target=self._run, name="page server", daemon=True)
+        thread.start()
+        asyncio.run_coroutine_threadsafe(self._listen(runner), self._loop).result()
+        self._board.on_change = self.publish
+        print(f"Open {self.link}", flush=True)
+        try:
+            yield
+        finally:
+            self._board.on_change = lambda: None
+            asyncio.run_coroutine_threadsafe(self._stop(runner), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            thread.join()
+            self._loop.close()
+
+    @property
+    def link(self) -> str:
+        """What the next person opens."""
+        return self._access.link(self.address)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        await runner.setup()
+        site = web.TCPSite(runner, self._operator.host, self._operator.port)
+        try:
+            await site.start()
+        except OSError as error:
+            where = f"{self._operator.host}:{self._operator.port}"
+            raise PortTaken(f"the page cannot listen on {where} ({error.strerror}); set operator.port to another, or 0") from error
+        host, port = runner.addresses[0][:2]
+        self.address = f"http://{'localhost' if self._access.local else host}:{port}/"
+
+    async def _stop(self, runner: web.AppRunner) -> None:
+        for tab in list(self._tabs.values()):
+            await tab.socket.close(code=WSCloseCode.GOING_AWAY, message=b"the session has ended")
+        await runner.cleanup()
+
+    def _application(self) -> web.Application:
+        application = web.Application(middlewares=[self._guard])
+        application.router.add_get("/", self._page)
+        application.router.add_get("/socket", self._socket)
+        application.router.add_get("/episodes/{number:[0-9]{1,9}}/thumbnail", self._thumbnail)
+        application.router.add_get("/episodes/{number:[0-9]{1,9}}/film", self._film)
+        return application
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        """Refuse who may not see anything, with a reason for people."""
+        if not self._access.own_host(request.host):
+            return _refusal(403, f"This page is at {self.address}, not at {request.host}.")
+        token = request.query.get("token")
+        if request.path == "/" and token is not None and not self._access.admits(request.cookies.get(COOKIE)):
+            return self._redeem(token)
+        if not self._access.admits(request.cookies.get(COOKIE)):
+            return _refusal(401, "Open the link that vla-rl collect printed in its terminal: it holds a token, which works once.")
+        response = await handler(request)
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    def _redeem(self, token: str) -> web.StreamResponse:
+        cookie = self._access.redeem(token)
+        if cookie is None:
+            return _refusal(401, "This link was used already, or belongs to an earlier session. Its terminal shows the one that works now.")
+        print(f"Someone opened the page. For the next person: {self.link}", flush=True)
+        response = web.HTTPSeeOther("/")
+        response.set_cookie(COOKIE, cookie, httponly=True, samesite="Strict")
+        return response
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=PAGE.read_text(), content_type="text/html")
+
+    async def _thumbnail(self, request: web.Request) -> web.StreamResponse:
+        body = await asyncio.to_thread(self._board.thumbnail, int(request.match_info["number"]))
+        if body is None:
+            return _refusal(404, "That episode is not recorded.")
+        return web.Response(body=body, content_type="image/webp")
+
+    async def _film(self, request: web.Request) -> web.StreamResponse:
+        film = await asyncio.to_thread(self._board.film, int(request.match_info["number"]))
+        if film is None:
+            return _refusal(404, "That episode is not recorded.")
+        sheet, layout = film
+        return web.Response(body=sheet, content_type="image/webp", headers={"X-Film": json.dumps(layout)})
+
+    async def _socket(self, request: web.Request) -> web.StreamResponse:
+        if not same_origin(request.headers.get("Origin"), request.host):
+            return _refusal(403, "Another site tried to open this session.")
+        socket = web.WebSocketResponse(max_msg_size=MAX_BYTES, heartbeat=5.0)
+        await socket.prepare(request)
+        tab: _Tab | None = None
+        try:
+            tab = await self._admit(socket)
+            if tab is not None:
+                await self._listen_to(tab)
+        except BadMessage as error:
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=str(error).encode()[:120])
+        finally:
+            if tab is not None and self._tabs.get(tab.hello.operator) is tab:
+                del self._tabs[tab.hello.operator]
+                self._say(tab.hello.operator, self._left(tab.hello.operator), _nobody)
+        return socket
+
+    async def _admit(self, socket: web.WebSocketResponse) -> _Tab | None:
+        """Hear who it is. A second tab of the same browser, or a name that somebody has, is refused; a reload takes its place again."""
+        first = await socket.receive(HELLO_S)
+        hello = parse(first.data) if first.type is WSMsgType.TEXT else None
+        if not isinstance(hello, Hello):
+            raise BadMessage("the first message must say hello")
+        for other in list(self._tabs.values()):
+            if other.hello.tab == hello.tab:
+                await other.socket.close(code=NEWER_TAB, message=b"this tab was loaded again")
+                self._tabs.pop(other.hello.operator, None)
+            elif other.hello.browser == hello.browser:
+                await socket.close(code=TAB_ELSEWHERE, message=b"this session is open in another tab of this browser; use that one")
+                return None
+            elif other.hello.operator == hello.operator:
+                await socket.close(
+                    code=NAME_TAKEN, message=f"an operator called {hello.operator} is here already; choose another name".encode()
+                )
+                return None
+        tab = _Tab(hello, socket)
+        self._tabs[hello.operator] = tab
+        self._say(hello.operator, self._joined(hello.operator), _nobody)
+        await self._send(tab, self._welcome(hello))
+        return tab
+
+    def _welcome(self, hello: Hello) -> dict[str, Any]:
+        """What a tab must know once."""
+        return {
+            "kind": "welcome",
+            "operator": hello.operator,
+            "keys": self._operator.keys(),
+            "rate": self._board.conventions.control_rate_hz,
+            "device": self._operator.device,
+            "policy": self._board.has_policy,
+            "title": self._board.title,
+        }
+
+    async def _listen_to(self, tab: _Tab) -> None:
+        if self._board.snapshot:
+            await self._send(tab, self._board.snapshot)
+        async for message in tab.socket:
+            if message.type is not WSMsgType.TEXT:
+                raise BadMessage("only text messages are read")
+            await self._hear(tab, parse(message.data))
+
+    async def _hear(self, tab: _Tab, said: Message) -> None:
+        match said:
+            case Ping():
+                await self._send(tab, {"kind": "pong", "sent_ms": said.sent_ms, "now_ms": time.perf_counter() * 1000})
+                return
+            case Hello():
+                raise BadMessage("hello was said already")
+            case Seen():
+                tab.unseen.discard(said.env)
+                await self._send_next(tab, said.env)
+            case _:
+                pass
+        self._say(tab.hello.operator, said, lambda text: self._refuse(tab, text))
+
+    def _refuse(self, tab: _Tab, text: str) -> None:
+        """Tell a person why not; from the loop's thread."""
+        asyncio.run_coroutine_threadsafe(self._send(tab, {"kind": "refused", "text": text}), self._loop)
+
+    def _offer(self, picture: Picture) -> None:
+        for tab in self._tabs.values():
+            tab.waiting[picture.env] = picture
+            if picture.env not in tab.unseen:
+                self._loop.create_task(self._send_next(tab, picture.env))
+
+    async def _send_next(self, tab: _Tab, env: int) -> None:
+        """Send the newest picture of an env, if there is one that this tab has not got; the next goes when it has shown this one."""
+        picture = tab.waiting.pop(env, None)
+        if picture is None or env in tab.unseen or tab.socket.closed:
+            return
+        tab.unseen.add(env)
+        for view, image in picture.images.items():
+            header = {"env": env, "view": view, "step": picture.control_step, "take": picture.take, "at_ms": picture.executed_s * 1000}
+            message = await asyncio.to_thread(live_message, header, self._board.upright(image))
+            await _quietly(tab.socket.send_bytes(message))
+
+    async def _send_state(self) -> None:
+        for tab in list(self._tabs.values()):
+            await self._send(tab, self._board.snapshot)
+
+    async def _send(self, tab: _Tab, value: dict[str, Any]) -> None:
+        if not tab.socket.closed:
+            await _quietly(tab.socket.send_str(json.dumps(value)))
+
+
+async def _quietly(sending: Any) -> None:
+    """A tab that is going away while something is sent to it says so by closing, which is handled where it is read."""
+    try:
+        await sending
+    except (ConnectionError, RuntimeError):
+        return
+
+
+def _nobody(text: str) -> None:
+    """Nobody to tell."""
+
+
+def _refusal(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=text + "\n", headers=HEADERS)

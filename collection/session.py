@@ -1,0 +1,264 @@
+"""A session with people: environments in real time, pages that show and command them, and takes that become episodes.
+
+    page ── messages ──► inbox ──► Session.obey (before every look of the loop) ──► Control
+    loop ── pictures, state ──► server ──► pages
+    loop ── finished takes ──► TakeWriter (pictures filled in, files, rows) ──► cards on the pages
+
+The control loop is `rollout.run_episodes`, as everywhere; people reach it only through the inbox.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from typing import Any
+
+from vla_rl.collection.browser.messages import Command, Finish, Forget, Gripper, Message, Push, Seen
+from vla_rl.collection.browser.server import PageServer
+from vla_rl.collection.config import CollectConfig
+from vla_rl.collection.control import Control, Driver, Refused
+from vla_rl.collection.corrected import acting_policy
+from vla_rl.collection.devices.base import Device, Event
+from vla_rl.collection.devices.browser import BrowserDevice
+from vla_rl.collection.devices.lerobot_teleoperator import open_teleoperator
+from vla_rl.collection.devices.spacemouse import open_spacemouse
+from vla_rl.collection.journal import Journal
+from vla_rl.collection.operated_actor import OperatedActor, TakeLog
+from vla_rl.collection.operators import PageOperator
+from vla_rl.collection.plan import provenance_of
+from vla_rl.collection.recorder import Recorder
+from vla_rl.collection.session_state import Board
+from vla_rl.collection.takes import PoolEnv, TakeSource, TakeWriter, chunks_of, counts
+from vla_rl.collection.watched_pool import WatchedPool
+from vla_rl.datasets.collected import Store
+from vla_rl.episode import Episode, EpisodeSpec, Outcome
+from vla_rl.eval.results import EpisodeRow
+from vla_rl.rollout import look_of, run_episodes
+from vla_rl.sim.pool import MakeEnv, make_pool
+from vla_rl.telemetry.run_directory import RunDirectory
+
+KEPT_TAKES = 4
+"""Finished takes that stay in memory, so that their verdicts can be undone."""
+OUTCOMES = {Event.SUCCESS: Outcome.SUCCESS, Event.FAILURE: Outcome.FAILURE, Event.DISCARD: Outcome.DISCARDED}
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A person opened the page, or came back."""
+
+    operator: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A page was closed."""
+
+    operator: str
+
+
+Said = Joined | Left | Message
+Answer = Callable[[str], None]
+"""Tells a person why a command was refused."""
+
+
+class Session:
+    """What people command and what becomes of it. All methods but `say` belong to the thread of the loop."""
+
+    def __init__(self, config: CollectConfig, numbers: Mapping[str, int], source: TakeSource, control: Control, board: Board) -> None:
+        assert isinstance(config.operator, PageOperator)
+        self.config, self.operator = config, config.operator
+        self.devices: dict[str, Device] = {}
+        self.closing = False
+        self._numbers, self._source, self._control, self._board = numbers, source, control, board
+        self._inbox: queue.SimpleQueue[tuple[str, Said, Answer]] = queue.SimpleQueue()
+        self._finished: dict[str, Episode] = {}
+        self._local: Device | None = self._open_local_device()
+
+    def attach(self, actor: OperatedActor, writer: TakeWriter) -> None:
+        """What commands act on."""
+        self._actor, self._writer = actor, writer
+
+    def say(self, operator: str, said: Said, answer: Answer) -> None:
+        """Something came from a page; from any thread."""
+        self._inbox.put((operator, said, answer))
+        self._actor.alarm.ring()
+
+    def obey(self) -> None:
+        """Carry out what has come, in order; then let time pass for absent operators."""
+        while True:
+            try:
+                operator, said, answer = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            try:
+                self._carry_out(operator, said)
+            except Refused as refusal:
+                answer(str(refusal))
+            self._board.changed |= not isinstance(said, Push | Seen)
+        self._hear_local_device()
+        self._control.expire(time.perf_counter())
+        self._board.publish(self._control, self._actor, self._writer.waiting)
+
+    def ended(self, episode: Episode, log: TakeLog) -> None:
+        """A take is over: remember it for an undo, and have it written if it counts."""
+        self._board.ended(log.env, episode)
+        if not counts(episode):
+            return
+        logged = replace(episode, provenance={**episode.provenance, **_log_values(log)})
+        self._finished[log.take] = logged
+        for old in list(self._finished)[:-KEPT_TAKES]:
+            del self._finished[old]
+        self._writer.write(self._numbers[episode.spec.key], logged, provenance_of(self.config, episode.spec))
+
+    def _carry_out(self, operator: str, said: Said) -> None:
+        device = self.devices.get(operator)
+        match said:
+            case Joined():
+                self.devices.setdefault(operator, self._local or BrowserDevice(self.operator.shaping))
+                self._control.join(operator)
+            case Left():
+                self._control.leave(operator, time.perf_counter())
+            case Push() if isinstance(device, BrowserDevice):
+                device.push(said.raw, _seconds(said.pressed_ms))
+            case Gripper() if isinstance(device, BrowserDevice):
+                device.toggle_gripper(_seconds(said.pressed_ms))
+            case Seen() if isinstance(device, BrowserDevice):
+                device.saw(said.env, said.step)
+            case Command():
+                self._command(operator, said.event, said.env)
+            case Forget():
+                self._forget(said.number)
+            case Finish():
+                self.finish()
+            case _:  # a device at this machine moves the arm: the page's keys do not
+                return
+
+    def _command(self, operator: str, event: Event, env: int) -> None:
+        match event:
+            case Event.TAKE_OVER:
+                self._require_free_hand(operator, env)
+                self._control.take_over(env, operator)
+            case Event.HAND_BACK:
+                self._control.hand_back(env, operator)
+            case Event.NEXT:
+                self._control.skip(env, operator)
+            case Event.UNDO:
+                self._undo(operator)
+            case _:
+                self._control.judge(env, operator, OUTCOMES[event])
+
+    def finish(self) -> None:
+        """End the session: running takes are given up, finished ones are written."""
+        self.closing = True
+        self._source.close()
+        self._control.close()
+
+    def _require_free_hand(self, operator: str, env: int) -> None:
+        busy = [e for e, s in enumerate(self._control.envs) if s.holder == operator and s.driver is Driver.OPERATOR and e != env]
+        if busy:
+            raise Refused(f"you are driving env {busy[0]}; hand it back first, one hand drives one arm")
+
+    def _undo(self, operator: str) -> None:
+        take = self._control.undo(operator)
+        episode = self._finished.pop(take, None)
+        if episode is None:  # it had not ended yet, and goes on
+            return
+        self._writer.remove(self._numbers[episode.spec.key], discarded=False)
+        self._board.forget(self._numbers[episode.spec.key])
+        self._actor.resume(take, episode.spec, chunks_of(episode))
+        self._source.resume(episode.spec)
+
+    def _forget(self, number: int) -> None:
+        spec = self._board.spec_of(number)
+        if spec is None:
+            raise Refused(f"episode {number} is not recorded, so it cannot be discarded")
+        self._writer.remove(number, discarded=True)
+        self._board.forget(number)
+        self._source.later(spec)
+
+    def _open_local_device(self) -> Device | None:
+        if self.operator.device == "spacemouse":
+            return open_spacemouse(self.operator.shaping)
+        if self.operator.device == "lerobot":
+            return open_teleoperator(self.operator.teleoperator, {}, self.operator.shaping, rate_hz=60.0)
+        return None
+
+    def _hear_local_device(self) -> None:
+        """Buttons of a device at this machine count for the person who drives, or for env 0 and the only person there."""
+        if self._local is None or not self.devices:
+            return
+        for event in self._local.events():
+            operator = next(iter(self.devices))
+            held = [env for env, state in enumerate(self._control.envs) if state.holder == operator]
+            try:
+                self._command(operator, event, held[0] if held else 0)
+            except Refused as refusal:
+                self._board.note(str(refusal))
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _log_values(log: TakeLog) -> dict[str, Any]:
+    """What an episode's provenance keeps: JSON values."""
+    periods = sorted(log.periods_s)
+    rate = {} if not periods else {"mean_s": sum(periods) / len(periods), "p95_s": periods[int(0.95 * (len(periods) - 1))]}
+    return {"operators": log.operators, "seen_step": log.seen_step, "control_period": rate, "latency_s": log.latency_s}
+
+
+def record_session(
+    config: CollectConfig, run: RunDirectory, store: Store, specs: Sequence[EpisodeSpec], missing: Sequence[int], make_env: MakeEnv
+) -> list[EpisodeRow]:
+    """Open the page and record what people show until everything is there or somebody finishes; the rows of this start.
+
+    Raises what `run_episodes` raises, DatasetError and StorageError for what cannot be written, OSError if the port is taken.
+    """
+    operator = config.operator
+    assert isinstance(operator, PageOperator)
+    numbers = {spec.key: number for number, spec in enumerate(specs)}
+    journal = Journal(run.path / "unfinished")
+    unfinished = [number for number in journal.numbers() if number in set(missing)]
+    to_show = [number for number in missing if number not in unfinished]
+    source = TakeSource([specs[number] for number in to_show], again_after_failure=not config.keep_failures)
+    control = Control(config.pool.workers, config.checkpoint is not None, operator.absence)
+    with ExitStack() as stack:
+        board = Board(config, specs, store, run.episodes_file, set(range(len(specs))) - set(missing))
+        session = Session(config, numbers, source, control, board)
+        server = PageServer(session.say, board, operator, Joined, Left)
+        pool = make_pool(config.pool, config.env, make_env)
+        watched = stack.enter_context(closing(WatchedPool(pool, make_pool(config.pool, config.env, make_env), operator.views, server.show)))
+        board.conventions = pool.spec.conventions
+        recorder = Recorder(store, run.episodes_file, pool.spec, config.frame_every, config.keep_failures)
+        filler = replace(config.pool, workers=1)
+        writer = TakeWriter(recorder, journal, lambda: PoolEnv(make_pool(filler, config.env, make_env)), board.written)
+        stack.callback(writer.close)
+        for number in unfinished:
+            writer.write(number, journal.load(number), provenance_of(config, specs[number]))
+        period_s = 1.0 / pool.spec.conventions.control_rate_hz
+        actor = OperatedActor(
+            control, acting_policy(config), session.devices, period_s, watched.meters, watched.preempt, session.obey, operator.idle_steps
+        )
+        stack.enter_context(closing(actor))
+        session.attach(actor, writer)
+        stack.enter_context(server.serving())
+        _play(session, watched, actor, source)
+    return writer.rows
+
+
+def _play(session: Session, watched: WatchedPool, actor: OperatedActor, source: TakeSource) -> None:
+    """Takes until the session is finished; when every scene is recorded it stays open, for a last undo or discard."""
+    look = look_of(actor.needs, record_states=True)
+    while True:
+        for episode in run_episodes(watched, actor, source, lambda spec: look):
+            session.ended(episode, actor.logs.pop(episode.spec.key))
+        while not session.closing and not source.waiting:
+            wait([actor.alarm.waitable])
+            actor.alarm.silence()
+            session.obey()
+        if session.closing:
+            return

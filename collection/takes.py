@@ -1,0 +1,235 @@
+"""The takes of a session: which scene comes next, and how a finished take becomes an episode file.
+
+Pictures are filled in by exact re-simulation in a worker of its own, so that neither control nor the next take waits for them.
+Until a take's file is written, what it did is kept in `unfinished/`, so that a killed session loses at most the running take.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vla_rl.collection.control import BY_OPERATOR, CLOSED, SKIPPED, UNDONE
+from vla_rl.collection.journal import Journal
+from vla_rl.collection.recorder import Recorder, fill_frames
+from vla_rl.episode import ActionChunk, Episode, EpisodeSpec, Float32, Outcome, UInt8
+from vla_rl.eval.results import EpisodeRow
+from vla_rl.sim.base import ChunkReply, EnvFault, EnvPool, EnvReply, EnvSpec, Look, ResetReply
+from vla_rl.telemetry.files import read_jsonl, write_text
+
+
+class TakeSource:
+    """A `SpecSource` of scenes that a person records: what is discarded comes again, what is skipped or fails comes later."""
+
+    def __init__(self, specs: Iterable[EpisodeSpec], again_after_failure: bool) -> None:
+        self._queue = deque(specs)
+        self._again_after_failure = again_after_failure
+        self._running: list[EpisodeSpec] = []
+        self._resumed: EpisodeSpec | None = None
+        self._closed = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are scenes to come."""
+        return not self._closed and (bool(self._queue) or self._resumed is not None)
+
+    def next(self) -> EpisodeSpec | None:
+        """See `SpecSource.next`."""
+        if self._closed:
+            return None
+        spec: EpisodeSpec | None = None
+        if self._resumed is not None and self._resumed not in self._running:
+            spec, self._resumed = self._resumed, None
+        elif self._queue:
+            spec = self._queue.popleft()
+        if spec is not None:
+            self._running.append(spec)
+        return spec
+
+    def report(self, episode: Episode) -> None:
+        """See `SpecSource.report`."""
+        spec = episode.spec
+        self._running.remove(spec)
+        if episode.outcome is Outcome.DISCARDED:
+            if episode.reason == SKIPPED:
+                self._queue.append(spec)
+            elif episode.reason != CLOSED and spec != self._resumed:
+                self._queue.appendleft(spec)
+        elif episode.outcome is Outcome.FAILURE and self._again_after_failure:
+            self._queue.append(spec)
+
+    def resume(self, spec: EpisodeSpec) -> None:
+        """The take of this scene goes on: it comes next, before anything else, when it does not run already."""
+        self._drop(spec)
+        self._resumed = spec
+
+    def later(self, spec: EpisodeSpec) -> None:
+        """Show this scene after all others."""
+        self._drop(spec)
+        self._queue.append(spec)
+
+    def close(self) -> None:
+        """Hand out no more scenes."""
+        self._closed = True
+
+    def _drop(self, spec: EpisodeSpec) -> None:
+        if spec in self._queue:
+            self._queue.remove(spec)
+
+
+def counts(episode: Episode) -> bool:
+    """Whether a take is worth a row: not one that was given up without a word about how it went."""
+    return not (episode.outcome is Outcome.DISCARDED and episode.reason in (SKIPPED, UNDONE, CLOSED))
+
+
+def chunks_of(episode: Episode) -> list[ActionChunk]:
+    """What a take executed, to be executed again, chunk by chunk."""
+    plain = {"finished": False, "verdict": None, "continues": False, "views": ()}
+    return [replace(step.proposed, actions_CA=step.executed_EA, labels_CA=step.labels_EA, **plain) for step in episode.steps]
+
+
+class PoolEnv:
+    """The one env of a pool as an `Env`: calls wait for their replies. For threads other than the one that runs the session."""
+
+    def __init__(self, pool: EnvPool) -> None:
+        self._pool = pool
+        self.spec: EnvSpec = pool.spec
+
+    def reset(self, spec: EpisodeSpec, look: Look) -> ResetReply:
+        """See `Env.reset`. Raises RuntimeError with the worker's text if it fails."""
+        self._pool.reset(0, spec, look)
+        reply = self._reply()
+        assert isinstance(reply, ResetReply)
+        return reply
+
+    def step_chunk(self, actions_CA: Float32, views: tuple[str, ...] | None = None) -> ChunkReply:
+        """See `Env.step_chunk`."""
+        self._pool.step(0, ActionChunk(actions_CA, views=views))
+        reply = self._reply()
+        assert isinstance(reply, ChunkReply)
+        return reply
+
+    def close(self) -> None:
+        """Stop the worker."""
+        self._pool.close()
+
+    def _reply(self) -> EnvReply:
+        replies: list[EnvReply] = []
+        while not replies:
+            replies = self._pool.ready(1.0)
+        if isinstance(replies[0], EnvFault):
+            raise RuntimeError(f"the worker that fills in pictures {replies[0].kind}: {replies[0].message}")
+        return replies[0]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A take that has become a row, and a file if it is kept."""
+
+    number: int
+    spec: EpisodeSpec
+    row: EpisodeRow
+    kept: bool
+    film: list[UInt8]
+    """Pictures of the first view, in time order, for a thumbnail and for playing it back."""
+
+
+class TakeWriter:
+    """A thread that fills in pictures and writes, in the order of what it is told."""
+
+    def __init__(
+        self, recorder: Recorder, journal: Journal, make_env: Callable[[], PoolEnv], on_written: Callable[[Written], None]
+    ) -> None:
+        self._recorder, self._journal, self._make_env, self._on_written = recorder, journal, make_env, on_written
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._env: PoolEnv | None = None
+        self._failure: BaseException | None = None
+        self._waiting = 0
+        self.rows: list[EpisodeRow] = []
+        self._thread = threading.Thread(target=self._run, name="take writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Takes that are not written yet."""
+        return self._waiting
+
+    def write(self, number: int, episode: Episode, provenance: dict[str, Any]) -> None:
+        """Write a take as episode `number` when those before it are done; from now on it survives whatever happens to this process.
+
+        Raises StorageError on a full disk, and what writing an earlier one raised.
+        """
+        if self._recorder.keeps(episode):
+            self._journal.keep(number, episode)
+        self._submit(lambda: self._write(number, episode, provenance))
+
+    def remove(self, number: int, discarded: bool) -> None:
+        """Take back episode `number`: its file goes; its row too, or it stays as a discarded one."""
+        self._journal.drop(number)
+        self._submit(lambda: remove_take(self._recorder, number, discarded))
+
+    def close(self) -> None:
+        """Wait until everything is written. Raises what writing raised."""
+        self._jobs.put(None)
+        self._thread.join()
+        if self._env is not None:
+            self._env.close()
+        self._raise_failure()
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        self._raise_failure()
+        self._waiting += 1
+        self._jobs.put(job)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._failure is None:
+                try:
+                    job()
+                except BaseException as error:  # noqa: BLE001 - the thread's boundary: the session raises it
+                    self._failure = error
+            self._waiting -= 1
+
+    def _write(self, number: int, episode: Episode, provenance: dict[str, Any]) -> None:
+        kept = self._recorder.keeps(episode)
+        if kept:
+            if self._env is None:
+                self._env = self._make_env()
+            episode = fill_frames(episode, self._env, self._recorder.frame_every)
+        row = self._recorder.record(number, episode, provenance)
+        self._journal.drop(number)
+        self.rows.append(row)
+        self._on_written(Written(number, episode.spec, row, kept, film_of(episode)))
+
+
+def film_of(episode: Episode) -> list[UInt8]:
+    """The pictures of the first view that a filled episode has, in time order."""
+    frames = [frame for _, frame in sorted(episode.frames().items())]
+    if episode.final_observation is not None:
+        frames.append(episode.final_observation)
+    return [np.asarray(next(iter(frame.images.values()))) for frame in frames if frame.images]
+
+
+def remove_take(recorder: Recorder, number: int, discarded: bool) -> None:
+    """Delete the file of episode `number`; its newest row goes too, or says that a person discarded it."""
+    recorder.store.remove(number)
+    rows = read_jsonl(recorder.log)
+    newest = max((place for place, row in enumerate(rows) if row["number"] == number), default=None)
+    if newest is None:
+        return
+    row = rows.pop(newest)
+    if discarded:
+        changed = {"outcome": Outcome.DISCARDED.value, "reason": BY_OPERATOR, "success": False, "kept": False, "bytes": 0}
+        rows.insert(newest, row | changed)
+    write_text(recorder.log, "".join(json.dumps(row) + "\n" for row in rows))
