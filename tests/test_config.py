@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vla_rl.config import ConfigError, build, difference, load_recipe, to_plain
+from vla_rl.config import ConfigError, build, difference, load_recipe, read_yaml, to_plain
 
 
 class Colour(str, Enum):
@@ -102,6 +102,16 @@ def test_yaml_file_reads_exponents_as_numbers_and_refuses_duplicates(tmp_path: P
     path.write_text("run_dir: x\nupdates: 1\nupdates: 2\n")
     with pytest.raises(ConfigError, match="key updates is given twice"):
         load_recipe(Recipe, path)
+
+
+def test_mappings_can_share_keys(tmp_path: Path) -> None:
+    """YAML's merge key: what a mapping says itself wins, also when the shared one is used twice."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text("first: &shared {a: 1, b: [2]}\nsecond: {<<: *shared, a: 3}\nthird: {b: 4, <<: *shared}\n")
+    assert read_yaml(path) == {"first": {"a": 1, "b": [2]}, "second": {"a": 3, "b": [2]}, "third": {"a": 1, "b": 4}}
+    path.write_text("first: &shared {a: 1}\nsecond: {<<: *shared, b: 1, b: 2}\n")
+    with pytest.raises(ConfigError, match="key b is given twice"):
+        read_yaml(path)
 
 
 def test_missing_file_names_the_nearest(tmp_path: Path) -> None:

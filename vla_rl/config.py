@@ -27,7 +27,7 @@ class ConfigError(UserError):
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML with `1e-4` as a number (YAML 1.2) and duplicate keys refused."""
+    """YAML with `1e-4` as a number (YAML 1.2), duplicate keys refused, and `<<: *name` to share keys between mappings."""
 
 
 _RecipeLoader.add_implicit_resolver(
@@ -38,11 +38,12 @@ _RecipeLoader.add_implicit_resolver(
 
 
 def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    twice = {str(key) for key in keys if keys.count(key) > 1}
+    own = [key.value for key, _ in node.value]
+    twice = {str(key) for key in own if own.count(key) > 1}
     if twice:
         raise ConfigError(f"line {node.start_mark.line + 1}: key {', '.join(sorted(twice))} is given twice; keep one")
-    return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value)}
+    loader.flatten_mapping(node)  # `<<: *other` brings another mapping's keys, which come first: the mapping's own ones win
+    return {loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value}
 
 
 _RecipeLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_duplicates)
