@@ -89,7 +89,8 @@ class OperatedActor:
     period_s: a control period, in real time; None runs free. meters: of the pool that the loop runs (`WatchedPool.meters`).
     idle_steps: after so many control steps without motion of the operator, time stands still until the next motion; None: it
     never does.
-    obey: called at every look, carries out the commands that have come.
+    obey: called at every look, carries out the commands that have come. operator_views: rendered after an operator's action, for
+    learners that look at every chunk's observation.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class OperatedActor:
         preempt: Callable[[int], None],
         obey: Callable[[], None] = lambda: None,
         idle_steps: int | None = None,
+        operator_views: tuple[str, ...] = (),
     ) -> None:
         script = devices.get(SCRIPT)
         self._script = script if isinstance(script, ScriptedOperator) else None
@@ -111,7 +113,8 @@ class OperatedActor:
         self.logs: dict[str, TakeLog] = {}
         """Logs of the finished takes by `EpisodeSpec.key`, until somebody takes them out."""
         self._control, self._policy, self._devices, self._period_s = control, policy, devices, period_s
-        self._meters, self._preempt, self._obey, self._idle_steps = meters, preempt, obey, idle_steps
+        self._meters, self._preempt, self._obey = meters, preempt, obey
+        self._idle_steps, self._operator_views = idle_steps, operator_views
         self._seats: dict[int, _Seat] = {}
         self._resumed: dict[str, tuple[str, list[ActionChunk]]] = {}
         self._takes = 0
@@ -242,7 +245,7 @@ class OperatedActor:
         seat.pressed_s, seat.seen_step = reading.pressed_s, reading.seen_step
         self._note_sent(seat)
         label_CA = None if reading.label_A is None else reading.label_A[None]
-        return ActionChunk(reading.action_A[None], labels_CA=label_CA, intervention=True, views=())
+        return ActionChunk(reading.action_A[None], labels_CA=label_CA, intervention=True, views=self._operator_views)
 
     def _policy_answer(self, env: int, seat: _Seat, observation: Observation) -> ActionChunk | None:
         assert self._policy is not None, "only a session with a policy lets it drive"

@@ -10,8 +10,8 @@ import numpy as np
 from vla_rl.datasets.episode_rows import EpisodeInfo
 from vla_rl.datasets.files import array, open_file, subgroup
 from vla_rl.datasets.hdf5 import observed_states, read_episode
-from vla_rl.datasets.lerobot_read import LeRobotInfo, read_lerobot_episode, read_steps
-from vla_rl.episode import Episode, Float32, Int64
+from vla_rl.datasets.lerobot_read import LeRobotInfo, read_interventions, read_lerobot_episode, read_steps
+from vla_rl.episode import Bool, Episode, Float32, Int64
 
 
 def load_episode(info: EpisodeInfo) -> Episode:
@@ -30,6 +30,14 @@ def load_steps(info: EpisodeInfo, labels: bool) -> tuple[Float32, Float32, Int64
         demo = subgroup(file, f"data/{info.demo}")
         actions_NA = array(demo, "action_labels" if labels else "actions").astype(np.float32)
         return actions_NA, observed_states(subgroup(demo, "obs")), array(demo, "obs/frame_index")
+
+
+def load_interventions(info: EpisodeInfo) -> Bool:
+    """bool[N]: the actions that a person (or the scripted operator) chose; all False in datasets that do not say. Raises DatasetError."""
+    if isinstance(info, LeRobotInfo):
+        return read_interventions(info)
+    with open_file(info.path) as file:
+        return array(subgroup(file, f"data/{info.demo}"), "intervention").astype(np.bool_)
 
 
 def load_actions(info: EpisodeInfo) -> Float32:

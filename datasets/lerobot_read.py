@@ -23,7 +23,7 @@ from vla_rl.datasets.lerobot_tables import rows_of_column
 from vla_rl.datasets.png import PngColumns, decode_png
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.datasets.video import VideoFiles
-from vla_rl.episode import ACTION_DIM, VIEWS, Episode, EpisodeSpec, Float32, Int64, Observation, Outcome, UInt8
+from vla_rl.episode import ACTION_DIM, VIEWS, Bool, Episode, EpisodeSpec, Float32, Int64, Observation, Outcome, UInt8
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,13 @@ def read_steps(info: LeRobotInfo, labels: bool) -> tuple[Float32, Float32, Int64
     rows = read_columns(info, (action, info.layout.state))
     require_gripper(rows[action], info)
     return rows[action].astype(np.float32), rows[info.layout.state].astype(np.float32), np.arange(info.num_steps)
+
+
+def read_interventions(info: LeRobotInfo) -> Bool:
+    """bool[N]: the actions that a person chose; all False in datasets of others, which do not say."""
+    if not info.layout.ours:
+        return np.zeros(info.num_steps, np.bool_)
+    return read_columns(info, (names.INTERVENTION,))[names.INTERVENTION].astype(np.bool_)
 
 
 def require_gripper(actions_NA: np.ndarray, info: LeRobotInfo) -> None:

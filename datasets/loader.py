@@ -34,6 +34,8 @@ class DataConfig:
     """Files, folders of files, or run directories of `vla-rl collect`; at least one."""
     labels: Literal["clean", "executed"] = "clean"
     """Targets: `clean` is the expert's intention, `executed` what ran (with the noise of a noisy expert)."""
+    human_weight: float = 1.0
+    """Weight in the loss of samples at which an operator acted (corrections, teleoperation); others have weight 1. Above 0."""
     only_success: bool = True
     """Leave out episodes that did not reach their goal."""
     validation_fraction: float = 0.1
@@ -50,6 +52,8 @@ class DataConfig:
             raise ValueError("paths is empty; name at least one file, folder or collect run")
         if not 0 <= self.validation_fraction <= 0.5:
             raise ValueError(f"validation_fraction is {self.validation_fraction}, must be 0 to 0.5")
+        if not self.human_weight > 0:
+            raise ValueError(f"human_weight is {self.human_weight}, must be above 0; 1 treats operators like everybody")
         if not 0 <= self.workers <= 64:
             raise ValueError(f"workers is {self.workers}, must be 0 to 64")
         if self.cache_limit_gib <= 0:
@@ -77,7 +81,7 @@ def open_datasets(config: DataConfig) -> tuple[EpisodeDataset, EpisodeDataset | 
 
 def _open(config: DataConfig, infos: Sequence[EpisodeInfo]) -> EpisodeDataset:
     frames = MemoryFrames(infos, config.cache_limit_gib) if config.cache else FileFrames(infos)
-    return EpisodeDataset(infos, config.labels, frames)
+    return EpisodeDataset(infos, config.labels, frames, config.human_weight)
 
 
 def split_scenes(infos: Sequence[EpisodeInfo], fraction: float) -> tuple[list[EpisodeInfo], list[EpisodeInfo]]:

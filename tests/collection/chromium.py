@@ -44,6 +44,14 @@ class Tab:
                     assert "error" not in answer, (method, answer)
                     return answer["result"]
 
+    async def load(self, method: str, **parameters: Any) -> None:
+        """A command that loads a page (`Page.navigate`, `Page.reload`), until it is loaded."""
+        self._number += 1
+        await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
+        async with asyncio.timeout(PATIENCE_S):
+            while json.loads((await self._socket.receive()).data).get("method") != "Page.loadEventFired":
+                pass
+
     async def run(self, script: str) -> Any:
         """The value of a JavaScript expression, which may be a promise."""
         result = await self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
@@ -62,7 +70,7 @@ class Tab:
         try:
             return await self.run(script)
         except AssertionError as error:
-            seen = await self.run("document.body.innerText + JSON.stringify(typeof state === 'undefined' ? null : state)")
+            seen = await self.run("document.body?.innerText + JSON.stringify(typeof state === 'undefined' ? null : state)")
             raise AssertionError(f"{condition} never became true; the page shows:\n{seen}") from error
 
     async def key(self, code: str, down: bool) -> None:
@@ -133,9 +141,10 @@ class Browser:
 
     async def open(self, url: str) -> Tab:
         """A new tab that shows `url`."""
-        async with self._session.put(f"{self._address}/json/new?{url}") as answer:
+        async with self._session.put(f"{self._address}/json/new?about:blank") as answer:
             target = await answer.json()
         socket = await self._session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0)
         tab = Tab(socket)
         await tab.call("Page.enable")
+        await tab.load("Page.navigate", url=url)
         return tab

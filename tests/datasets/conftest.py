@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +40,12 @@ def synthetic_episode(
     outcome: Outcome = Outcome.SUCCESS,
     conventions: Conventions | None = None,
     spec: EpisodeSpec | None = None,
+    corrected: bool = False,
 ) -> Episode:
-    """Random numbers in the shapes and dtypes of a real episode; `chunk` actions per chunk, the last one shorter."""
+    """Random numbers in the shapes and dtypes of a real episode; `chunk` actions per chunk, the last one shorter.
+
+    `corrected`: an operator took over from a policy at random steps; otherwise a person (odd seeds) or a script (even) acted throughout.
+    """
     rng = np.random.default_rng(seed)
     quaternions = rng.normal(size=(steps + 1, 4))
     quaternions /= np.linalg.norm(quaternions, axis=1, keepdims=True)
@@ -68,7 +73,7 @@ def synthetic_episode(
                 executed_EA=executed[start:end],
                 labels_EA=labels[start:end],
                 reward_E=reward,
-                intervention_E=rng.random(end - start) < 0.3,
+                intervention_E=rng.random(end - start) < 0.3 if corrected else np.full(end - start, seed % 2 == 1),
                 success=bool(reward[-1]),
                 terminated=bool(reward[-1]),
                 truncated=last and outcome is Outcome.FAILURE,
@@ -151,3 +156,37 @@ def seen_by_lerobot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         return LeRobotDataset("ours", root=folder, video_backend="pyav", **options)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def reach_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with six real demonstrations of Reach in both formats, a picture before every step."""
+    from vla_rl.collection.collect import collect
+    from vla_rl.collection.config import CollectConfig
+    from vla_rl.sim.base import EnvConfig
+    from vla_rl.sim.pool import PoolConfig
+
+    folder = tmp_path_factory.mktemp("reach") / "run"
+    config = CollectConfig(
+        run_dir=str(folder),
+        suite="reach",
+        tasks=(0, 2),
+        episodes_per_task=3,
+        noise_std=(0.2, 0.4),
+        frame_every=1,
+        format="both",
+        env=EnvConfig(kind="reach", resolution=32),
+        pool=PoolConfig("serial", 1),
+        show_progress=False,
+    )
+    assert collect(config).complete
+    return folder
+
+
+@pytest.fixture
+def reach_folders(reach_run: Path, tmp_path: Path) -> dict[str, Path]:
+    """Copies of the two datasets of `reach_run` that a test may spoil."""
+    folders = {"hdf5": tmp_path / "reach_hdf5", "lerobot": tmp_path / "reach_lerobot"}
+    shutil.copytree(reach_run / "episodes", folders["hdf5"])
+    shutil.copytree(reach_run / "lerobot", folders["lerobot"])
+    return folders

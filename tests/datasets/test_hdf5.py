@@ -43,7 +43,7 @@ def assert_same(first: object, second: object, where: str) -> None:
 @pytest.mark.parametrize("compression", ["lzf", "gzip", "none"])
 @pytest.mark.parametrize("outcome", [Outcome.SUCCESS, Outcome.FAILURE])
 def test_round_trip_is_bit_equal(tmp_path: Path, make_episode: MakeEpisode, frame_every: int, compression: str, outcome: Outcome) -> None:
-    episode = make_episode(seed=1, steps=11, chunk=4, frame_every=frame_every, outcome=outcome)
+    episode = make_episode(seed=1, steps=11, chunk=4, frame_every=frame_every, outcome=outcome, corrected=True)
     write_episode(tmp_path / "e.hdf5", episode, frame_every, compression)  # type: ignore[arg-type]
     assert_same(episode, read_episode(tmp_path / "e.hdf5"), "episode")
 

@@ -31,7 +31,10 @@ SeenByLeRobot = Callable[..., Any]
 def test_png_loses_nothing_the_hdf5_file_is_the_same_bytes(
     write_folder: WriteFolder, make_episode: MakeEpisode, outcome: Outcome, orientation: Orientation
 ) -> None:
-    first, second = (make_episode(seed=s, steps=10 + s, outcome=outcome, conventions=Conventions(orientation=orientation)) for s in (1, 2))
+    first, second = (
+        make_episode(seed=s, steps=10 + s, outcome=outcome, conventions=Conventions(orientation=orientation), corrected=True)
+        for s in (1, 2)
+    )
     store = write_folder([first, second])
     for episode, info in zip([first, second], list_episodes([store.folder])):
         assert encode_episode(load_episode(info), 1) == encode_episode(episode, 1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vla_rl.datasets.edit import convert
+from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.frames import FileFrames, MemoryFrames
 from vla_rl.datasets.hdf5 import read_episode
 from vla_rl.datasets.samples import EpisodeDataset, action_windows
@@ -58,6 +61,52 @@ def test_every_sample_is_an_observed_step_with_its_own_actions(make_store: MakeS
         assert mask_C.tolist() == [step < len(true_actions) for step in range(5)]
         assert np.array_equal(actions_CA[mask_C], true_actions) and np.all(actions_CA[~mask_C] == true_actions[-1])
     assert batch.actions_BCA.dtype == batch.observations[0].state.dtype == np.float32
+
+
+@pytest.mark.parametrize("frame_every", [1, 2])
+def test_of_a_corrected_episode_only_the_operators_steps_are_taught(make_store: MakeStore, frame_every: int) -> None:
+    """Against a loop over the episodes: samples, masks inside chunks, weights, and pictures that still belong to their steps."""
+    store = make_store(3, frame_every=frame_every, corrected=True)
+    episodes = [read_episode(store.path(number)) for number in store.numbers()]
+    dataset = EpisodeDataset(list_episodes([store.folder]), human_weight=2.5)
+    (batch,) = dataset.sequential(batch_size=100, chunk_length=4)
+    expected = []
+    for episode in episodes:
+        acted = np.concatenate([step.intervention_E for step in episode.steps])
+        assert acted.any() and not acted.all()
+        expected += [(frame, [*acted[t : t + 4], *[False] * 4][:4]) for t, frame in episode.frames().items() if acted[t]]
+    assert [mask.tolist() for mask in batch.action_mask_BC] == [mask for _, mask in expected]
+    assert all(np.array_equal(seen.images["image"], frame.images["image"]) for seen, (frame, _) in zip(batch.observations, expected))
+    assert batch.weight_B.tolist() == [2.5] * len(expected)
+    assert batch.target_count(slice(1, 3)) == 2.5 * 7 * sum(sum(mask) for _, mask in expected[1:3])
+
+
+def test_episodes_of_one_hand_are_taught_whole(make_store: MakeStore) -> None:
+    """A script's steps weigh 1, a person's as much as the recipe says."""
+    store = make_store(2)
+    dataset = EpisodeDataset(list_episodes([store.folder]), human_weight=3.0)
+    assert len(dataset) == 9 + 10 and dataset.weight_R.tolist() == [1.0] * 9 + [3.0] * 10 and dataset.target_R.all()
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "lerobot"])
+def test_observed_windows_equal_a_loop(make_store: MakeStore, tmp_path: Path, kind: str) -> None:
+    """Every sample, offsets that reach over both ends; the neighbours are pictures of the same episode."""
+    paths = [make_store(3).folder]
+    if kind == "lerobot":
+        paths = [convert(paths, tmp_path / "folder", "lerobot").folder]
+    dataset = EpisodeDataset(list_episodes(paths))
+    episodes = [load_episode(info) for info in dataset.infos]
+    offsets = (-12, -2, 0, 1, 4)
+    windows = dataset.observed_windows(np.arange(len(dataset))[::-1], offsets)
+    steps = dataset.sample_rows_X - dataset.row_starts[dataset.sample_episodes_X]
+    rows = [(episodes[number], t) for number, t in zip(dataset.sample_episodes_X.tolist(), steps.tolist())]
+    for row, (episode, t) in enumerate(reversed(rows)):
+        for column, offset in enumerate(offsets):
+            inside = 0 <= t + offset < episode.num_steps
+            frame = episode.frames()[min(max(t + offset, 0), episode.num_steps - 1)]
+            assert windows.mask_BT[row, column] == inside
+            assert np.array_equal(windows.states_BTS[row, column], frame.state)
+            assert all(np.array_equal(windows.images_BTVHWC[row, column, v], frame.images[view]) for v, view in enumerate(VIEWS))
 
 
 def test_memory_and_files_give_the_same_pictures(make_store: MakeStore) -> None:

@@ -70,16 +70,26 @@ def row_scalars(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_le
 
 
 def training_rows(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_length: int) -> TrainingRows:
-    """The rows of `row_scalars` with pictures and records. Raises ValueError for a chunk without a record."""
+    """The rows of `row_scalars` with pictures and records. Raises ValueError for a chunk without a record.
+
+    A chunk that an operator acted in the policy's place has none: its row is masked whole, so that another chunk's record stands
+    in for it without being looked at.
+    """
     scalars = row_scalars(episodes, masked, chunk_length)
     steps = [step for episode in (*episodes, *masked) for step in episode.steps]
-    records = [_record_of(step, chunk_length) for step in steps]
+    sampled = [_record_of(step, chunk_length) for step in steps if not _is_operators(step)]
+    remaining = iter(sampled)
+    records = [sampled[0] if _is_operators(step) else next(remaining) for step in steps] if sampled else []
     return TrainingRows(
         **vars(scalars),
         observations=[step.observation for step in steps],
         record=stack_records(records),
         behaviour_BC=torch.stack([torch.from_numpy(record.log_prob_C) for record in records]),
     )
+
+
+def _is_operators(step: ChunkStep) -> bool:
+    return step.proposed.record is None and bool(step.intervention_E.all())
 
 
 def _record_of(step: ChunkStep, chunk_length: int) -> FlowRecord | TokenRecord:

@@ -12,11 +12,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from vla_rl.config import ConfigError
 from vla_rl.datasets.loader import DataConfig, TrainLoader, open_datasets
@@ -227,8 +228,14 @@ def _micro_batches(training: _Training, samples: SampleBatch) -> list[MicroBatch
 
 
 def _inputs(training: _Training, samples: SampleBatch, rows: slice) -> Batch:
-    batch = training.policy.preprocess(samples.observations[rows], samples.actions_BCA[rows], samples.action_mask_BC[rows])
-    return batch.to(training.world.device)
+    return training_batch(training.policy, samples, rows).to(training.world.device)
+
+
+def training_batch(policy: PolicyModule, samples: SampleBatch, rows: slice) -> Batch:
+    """Some rows of samples as a policy takes them, with their weights in the loss where they are not all 1."""
+    batch = policy.preprocess(samples.observations[rows], samples.actions_BCA[rows], samples.action_mask_BC[rows])
+    weight_B = samples.weight_B[rows]
+    return batch if (weight_B == 1).all() else replace(batch, weight_B=torch.from_numpy(weight_B))
 
 
 def noise_seeds(seed: int, stream: str, places: Sequence[int]) -> list[int]:
@@ -242,10 +249,11 @@ def _loss(policy: PolicyModule, micro_batch: MicroBatch) -> LossSums:
 
 
 def _count(micro_batch: MicroBatch) -> float:
-    """What `sft_loss` will count: the numbers of all real actions (the engine compares the two)."""
-    mask_BC = micro_batch[0].action_mask_BC
+    """What `sft_loss` will count: the weighted numbers of all real actions (the engine compares the two)."""
+    mask_BC, weight_B = micro_batch[0].action_mask_BC, micro_batch[0].weight_B
     assert mask_BC is not None, "training batches have actions"
-    return float(mask_BC.sum()) * ACTION_DIM
+    counts_B = mask_BC.sum(1) if weight_B is None else mask_BC.sum(1) * weight_B
+    return float(counts_B.sum()) * ACTION_DIM
 
 
 def validation_loss(training: _Training) -> float:
