@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from vla_rl.actors import Actor, Expert, no_op_actor, random_actor, replay_actor, scripted_actor
 from vla_rl.config import ConfigError
 from vla_rl.episode import EpisodeSpec, Float32, noise_seed
 from vla_rl.eval.config import EvalConfig
+from vla_rl.telemetry.files import folder_digest
 
 
 @dataclass(frozen=True)
@@ -43,36 +42,53 @@ def make_contestant(config: EvalConfig, recorded: Mapping[str, Float32]) -> Cont
 
 
 def _policy(config: EvalConfig) -> Contestant:
+    return _local_policy(config) if config.policy.remote is None else _remote_policy(config, config.policy.remote)
+
+
+def _local_policy(config: EvalConfig) -> Contestant:
     from vla_rl.engine.world import device_kind
-    from vla_rl.policies.checkpoint import load_policy
+    from vla_rl.policies.checkpoint import load_acting_policy
     from vla_rl.policy_actor import PolicyActor
 
-    assert config.checkpoint is not None, "EvalConfig checks it"
-    device = device_kind(config.device, "device")
-    policy = load_policy(config.checkpoint, device=device)
-    notes = ()
-    made_for = policy.spec.executed_horizon
-    if config.executed_horizon not in (None, made_for):
-        notes = (f"executed_horizon is {config.executed_horizon}, but the policy was made for {made_for}: success may fall by many points",)
-        policy.spec = replace(policy.spec, executed_horizon=config.executed_horizon)
-    policy.eval()
-    actor = PolicyActor(policy, batch_size=config.pool.workers, name=config.checkpoint, device=device)
-    return Contestant(actor, weights_of(config), policy.spec.executed_horizon, notes)
+    asked = config.policy
+    assert asked.checkpoint is not None, "EvalConfig checks it"
+    device = device_kind(asked.device, "policy.device")
+    policy = load_acting_policy(asked.checkpoint, device)
+    notes = _horizon_notes(asked.executed_horizon, policy.spec.executed_horizon)
+    if asked.executed_horizon is not None:
+        policy.spec = replace(policy.spec, executed_horizon=asked.executed_horizon)
+    actor = PolicyActor(policy, batch_size=config.pool.workers, name=asked.checkpoint, device=device)
+    return Contestant(actor, _digest(asked.checkpoint), policy.spec.executed_horizon, notes)
 
 
-def weights_of(config: EvalConfig) -> str:
-    """The digest of the recipe's checkpoint; empty for actors without weights."""
-    return "" if config.checkpoint is None else folder_digest(Path(config.checkpoint))
+def _remote_policy(config: EvalConfig, url: str) -> Contestant:
+    from vla_rl.remote_actor import RemoteActor
+
+    actor = RemoteActor(url, config.pool.workers, config.policy.timeout_s, config.policy.executed_horizon)
+    if actor.served is None:
+        return Contestant(actor, f"remote {url}", actor.executed_horizon, (f"{url} does not say which weights act",))
+    notes = _horizon_notes(config.policy.executed_horizon, actor.served.spec.executed_horizon)
+    return Contestant(actor, actor.served.weights, actor.executed_horizon, notes)
 
 
-def folder_digest(folder: Path) -> str:
-    """The first 16 hex digits of the sha256 of a checkpoint's files: weights, sizes, statistics and tokenizer, and their names."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(str(path.relative_to(folder)).encode())
-        with open(path, "rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+def _horizon_notes(asked: int | None, made_for: int) -> tuple[str, ...]:
+    """What a reader of the result should know about the horizon."""
+    if asked in (None, made_for):
+        return ()
+    return (f"executed_horizon is {asked}, but the policy was made for {made_for}: success may fall by many points",)
+
+
+def known_weights(config: EvalConfig) -> str | None:
+    """The digest of the recipe's checkpoint, empty for actors without weights; None where only a server can say."""
+    if config.policy.remote is not None:
+        return None
+    return "" if config.policy.checkpoint is None else _digest(config.policy.checkpoint)
+
+
+def _digest(checkpoint: str) -> str:
+    from vla_rl.policies.published import resolve_folder
+
+    return folder_digest(resolve_folder(checkpoint))
 
 
 def noise_free_expert(spec: EpisodeSpec) -> Expert:

@@ -17,7 +17,7 @@ from vla_rl.config import ConfigError
 from vla_rl.conventions import Orientation
 from vla_rl.episode import Episode, EpisodeSpec, Float32, Outcome
 from vla_rl.eval.config import EvalConfig
-from vla_rl.eval.contestants import Contestant, make_contestant, require_experts, weights_of
+from vla_rl.eval.contestants import Contestant, known_weights, make_contestant, require_experts
 from vla_rl.eval.plan import Planned, plan_episodes
 from vla_rl.eval.protocol import EvalProtocol, get_protocol
 from vla_rl.eval.results import EpisodeRow, finished_rows, read_rows, row_of
@@ -80,6 +80,7 @@ def evaluate(config: EvalConfig, make_env: MakeEnv = make_env) -> Summary:
     Raises ConventionMismatch or ConnectError if actor and env do not fit, ConfigError for a run directory of another recipe
     or of other weights, and what the environment and the checkpoint raise.
     """
+    config.require_policy()
     protocol = get_protocol(config.protocol)
     recorded = _recorded_actions(config)
     planned = plan_episodes(config, protocol, [spec for spec, _ in recorded])
@@ -111,7 +112,7 @@ def _finished_before(config: EvalConfig, planned: Sequence[Planned]) -> Summary 
         return None
     run = RunDirectory.open(folder, config)
     rows = read_rows(run.episodes_file)
-    same_weights = {row.weights for row in rows} == {weights_of(config)}
+    same_weights = {row.weights for row in rows} == {known_weights(config)}
     return summary_of_finished(folder / "summary.json", planned, rows) if same_weights else None
 
 

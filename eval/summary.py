@@ -118,7 +118,7 @@ def _actor_block(config: EvalConfig, contestant: Contestant) -> dict[str, Any]:
     return {
         "kind": config.actor,
         "condition": config.label,
-        "checkpoint": config.checkpoint,
+        "checkpoint": config.policy.checkpoint or config.policy.remote,
         "weights": contestant.weights,
         "chunk_length": needs.chunk_length,
         "views": list(needs.views),

@@ -7,7 +7,7 @@ Shape legend (used by all files of `policies/`):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
@@ -33,6 +33,16 @@ class PolicySpec:
     """Pixels at which its observations were rendered in training (it resizes to its own input size itself)."""
     conventions: Conventions = field(default_factory=Conventions)
     """Orientation, rotation form, gripper sign, control rate."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON and the wire."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return plain | {"views": list(self.views), "conventions": self.conventions.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PolicySpec:
+        """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError for values that make no spec."""
+        return cls(**{**values, "views": tuple(values["views"]), "conventions": Conventions.from_dict(values["conventions"])})
 
 
 @dataclass

@@ -64,6 +64,8 @@ class ProcessorConfig:
     """Action dimensions of the model, at least 7; the rest is zeros."""
     chunk_length: int
     """Actions per chunk."""
+    crop: float = 1.0
+    """Share of each side of an image that is kept, around its centre, before it is resized (GR00T N1.7: 230 / 256); above 0, at most 1."""
 
 
 class Affine:
@@ -71,10 +73,10 @@ class Affine:
 
     def __init__(self, stats: FeatureStats, normalization: Normalization) -> None:
         if normalization is Normalization.MEAN_STD:
-            offset, scale = np.array(stats.mean), np.array(stats.std)
+            offset, scale = stats.vector("mean"), stats.vector("std")
         else:
-            low, high = (stats.min, stats.max) if normalization is Normalization.MIN_MAX else (stats.q01, stats.q99)
-            offset, scale = (np.array(low) + np.array(high)) / 2, (np.array(high) - np.array(low)) / 2
+            low, high = map(stats.vector, ("min", "max") if normalization is Normalization.MIN_MAX else ("q01", "q99"))
+            offset, scale = (low + high) / 2, (high - low) / 2
         constant = scale < _EPS
         self.offset = torch.from_numpy(offset).float()
         self.scale = torch.from_numpy(np.where(constant, 1.0, scale + _EPS)).float()
@@ -112,9 +114,9 @@ class Processor:
         """See `Policy.preprocess`. Raises ProcessorError naming feature, expected and got."""
         if not observations:
             raise ProcessorError("preprocess needs at least one observation, got none")
-        _refuse_privileged(observations)
+        refuse_privileged(observations)
         images_BVCHW = torch.stack([self._images(observations, view) for view in self.config.views], 1)
-        state_BS = self.state.forward(_stack_states(observations))
+        state_BS = self.state.forward(stack_states(observations))
         tokens_BL, token_mask_BL = self._tokens([observation.prompt for observation in observations], state_BS)
         batch = Batch(images_BVCHW, _pad_last(state_BS, self.config.model_state_dim), tokens_BL, token_mask_BL)
         if actions_BCA is not None:
@@ -129,12 +131,12 @@ class Processor:
     def _images(self, observations: Sequence[Observation], view: str) -> Tensor:
         """float32[B, 3, H, W] in [-1, 1] of one view."""
         feature, size = IMAGES + view, self.config.image_size
-        arrays = [_checked_image(observation, view, feature) for observation in observations]
+        arrays = [checked_image(observation, view, feature) for observation in observations]
         shapes = {array.shape for array in arrays}
         if len(shapes) > 1:
             raise ProcessorError(f"{feature}: one batch holds images of different shapes, {sorted(shapes)}; render them at one resolution")
         images = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
-        return resize(images, size, self.config.pad_images)
+        return resize(crop_center(images, self.config.crop), size, self.config.pad_images)
 
     def _tokens(self, prompts: list[str], state_BS: Tensor) -> tuple[Tensor, Tensor]:
         try:
@@ -150,6 +152,13 @@ class Processor:
             raise ProcessorError(f"action mask: expected bool{list(expected[:2])}, got {mask.dtype}{list(mask.shape)}")
         actions = self.action.forward(torch.from_numpy(np.asarray(actions_BCA, np.float32)))
         return _pad_last(actions, self.config.model_action_dim), torch.from_numpy(mask)
+
+
+def crop_center(images: Tensor, share: float) -> Tensor:
+    """uint8[B, 3, H, W] -> uint8[B, 3, round(share H), round(share W)] around the centre, half a pixel up and left where it must."""
+    height, width = (round(side * share) for side in images.shape[-2:])
+    top, left = (images.shape[-2] - height) // 2, (images.shape[-1] - width) // 2
+    return images[..., top : top + height, left : left + width]
 
 
 def resize(images: Tensor, size: int, pad: bool) -> Tensor:
@@ -186,7 +195,8 @@ def prompt_with_state(prompt: str, state_S: np.ndarray) -> str:
     return f"Task: {cleaned}, State: {bins};\nAction: "
 
 
-def _refuse_privileged(observations: Sequence[Observation]) -> None:
+def refuse_privileged(observations: Sequence[Observation]) -> None:
+    """Raise ProcessorError for an observation that carries simulator truth."""
     for observation in observations:
         if observation.privileged:
             raise ProcessorError(
@@ -195,7 +205,8 @@ def _refuse_privileged(observations: Sequence[Observation]) -> None:
             )
 
 
-def _checked_image(observation: Observation, view: str, feature: str) -> np.ndarray:
+def checked_image(observation: Observation, view: str, feature: str) -> np.ndarray:
+    """The picture uint8[H, W, 3] of a view. Raises ProcessorError naming the feature for another kind, or none."""
     if view not in observation.images:
         raise ProcessorError(f"{feature} is missing; the observation has the views {', '.join(observation.images) or 'none'}")
     image = observation.images[view]
@@ -204,7 +215,8 @@ def _checked_image(observation: Observation, view: str, feature: str) -> np.ndar
     return image
 
 
-def _stack_states(observations: Sequence[Observation]) -> Tensor:
+def stack_states(observations: Sequence[Observation]) -> Tensor:
+    """float32[B, 8]. Raises ProcessorError for a state of another shape or dtype, or with values that are not finite."""
     for observation in observations:
         _require(STATE, observation.state, (STATE_DIM,))
     return torch.from_numpy(np.stack([observation.state for observation in observations]))

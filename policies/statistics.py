@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +30,34 @@ class StatisticsError(UserError):
 
 @dataclass(frozen=True)
 class FeatureStats:
-    """Per-dimension statistics of one feature, in the units of the environment."""
+    """Per-dimension statistics of one feature, in the units of the environment.
 
-    min: tuple[float, ...]
+    Ours are complete; published checkpoints may lack what their normalisation does not need (None).
+    """
+
+    min: tuple[float, ...] | None
     """Smallest value of each dimension."""
-    max: tuple[float, ...]
+    max: tuple[float, ...] | None
     """Largest value."""
     mean: tuple[float, ...]
     """Mean over all frames."""
     std: tuple[float, ...]
     """Population standard deviation over all frames."""
-    q01: tuple[float, ...]
+    q01: tuple[float, ...] | None
     """True 1 % quantile over all frames (never a mean of per-episode quantiles)."""
-    q99: tuple[float, ...]
+    q99: tuple[float, ...] | None
     """True 99 % quantile over all frames."""
-    count: int
+    count: int | None
     """Number of frames."""
 
     def __post_init__(self) -> None:
-        for name in _VECTORS:
+        known = [name for name in _VECTORS if getattr(self, name) is not None]
+        for name in known:
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
-        lengths = {name: len(getattr(self, name)) for name in _VECTORS}
+        lengths = {name: len(getattr(self, name)) for name in known}
         if len(set(lengths.values())) != 1:
             raise StatisticsError(f"statistics of one feature must have equal lengths, got {lengths}")
-        wrong = [name for name in _VECTORS if not np.all(np.isfinite(getattr(self, name)))]
+        wrong = [name for name in known if not np.all(np.isfinite(getattr(self, name)))]
         if wrong:
             raise StatisticsError(f"statistics must be finite, got { {name: getattr(self, name) for name in wrong} }")
 
@@ -61,6 +65,14 @@ class FeatureStats:
     def dims(self) -> int:
         """Number of dimensions."""
         return len(self.mean)
+
+    def vector(self, name: str) -> np.ndarray:
+        """One statistic as float64[dims]. Raises StatisticsError where it is not known."""
+        values = getattr(self, name)
+        if values is None:
+            known = ", ".join(vector for vector in _VECTORS if getattr(self, vector) is not None)
+            raise StatisticsError(f"the normalisation needs {name!r}, and the statistics have only {known}; use another normalisation")
+        return np.array(values, np.float64)
 
     @classmethod
     def from_values(cls, values_ND: np.ndarray) -> FeatureStats:
@@ -73,19 +85,24 @@ class FeatureStats:
         return cls(**{name: tuple(row.tolist()) for name, row in rows.items()}, count=len(values))
 
     @classmethod
-    def from_dict(cls, feature: str, values: Mapping[str, Any]) -> FeatureStats:
+    def from_dict(cls, feature: str, values: Mapping[str, Any], required: Sequence[str] = (*_VECTORS, "count")) -> FeatureStats:
         """Read a feature's entry of LeRobot's `stats.json`; further keys (q10, q50, ...) are not used.
 
-        Raises StatisticsError naming the feature and the statistics that are missing.
+        Raises StatisticsError naming the feature and what is missing of `required`; other statistics may be absent.
         """
-        missing = [field.name for field in fields(cls) if field.name not in values]
+        missing = [name for name in required if name not in values]
         if missing:
             raise StatisticsError(
                 f"statistics of {feature!r} lack {', '.join(missing)} (they have {', '.join(sorted(values)) or 'nothing'}); "
                 "compute them over all frames (`datasets.stats.compute_statistics`)"
             )
-        vectors = {name: tuple(np.asarray(values[name], np.float64).reshape(-1).tolist()) for name in _VECTORS}
-        return cls(**vectors, count=int(np.asarray(values["count"]).reshape(-1)[0]))
+        vectors = {name: _vector(values.get(name)) for name in _VECTORS}
+        count = values.get("count")
+        return cls(**vectors, count=None if count is None else int(np.asarray(count).reshape(-1)[0]))  # pyright: ignore[reportArgumentType]
+
+
+def _vector(values: Any) -> tuple[float, ...] | None:
+    return None if values is None else tuple(np.asarray(values, np.float64).reshape(-1).tolist())
 
 
 @dataclass(frozen=True)
@@ -113,16 +130,17 @@ class Statistics:
             raise StatisticsError(f"statistics name features that do not exist: {', '.join(surplus)}; features are {', '.join(known)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, in LeRobot's `stats.json` form (`count` as a list of one)."""
+        """Plain values for JSON, in LeRobot's `stats.json` form (`count` as a list of one); what is not known is left out."""
         return {
-            name: {key: list(value) if isinstance(value, tuple) else [value] for key, value in asdict(stats).items()}
+            name: {key: list(value) if isinstance(value, tuple) else [value] for key, value in asdict(stats).items() if value is not None}
             for name, stats in sorted(self.features.items())
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Mapping[str, Any]]) -> Statistics:
-        """Inverse of `to_dict`; also reads LeRobot's `meta/stats.json`."""
-        return cls({name: FeatureStats.from_dict(name, entry) for name, entry in values.items()})
+    def from_dict(cls, values: Mapping[str, Mapping[str, Any]], complete: bool = True) -> Statistics:
+        """Inverse of `to_dict`; also reads LeRobot's `meta/stats.json`. `complete` False needs mean and standard deviation only."""
+        required = (*_VECTORS, "count") if complete else ("mean", "std")
+        return cls({name: FeatureStats.from_dict(name, entry, required) for name, entry in values.items()})
 
     @property
     def sha256(self) -> str:

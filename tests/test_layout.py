@@ -13,8 +13,8 @@ RANKS = {
     "errors": 0, "conventions": 0, "episode": 0, "config": 0, "telemetry": 1,
     "sim": 2, "policies": 2, "algorithms": 2,
     "datasets": 3,
-    "actors": 4, "policy_actor": 4, "rollout": 5, "engine": 5, "weights": 5, "cluster": 5,
-    "collection": 6, "eval": 6, "phases": 7, "bench": 8, "doctor": 8, "cli": 9,
+    "actors": 4, "policy_actor": 4, "remote_actor": 4, "bell": 0, "rollout": 5, "engine": 5, "weights": 5, "cluster": 5,
+    "collection": 6, "eval": 6, "phases": 7, "serving": 7, "replay": 7, "data_commands": 7, "bench": 8, "doctor": 8, "cli": 9,
 }  # fmt: skip
 """A module may import modules of its own rank or below, with the exceptions in FORBIDDEN."""
 FORBIDDEN = {

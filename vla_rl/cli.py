@@ -1,6 +1,6 @@
 """The command line: one command is one phase, and nothing else happens here.
 
-vla-rl doctor | collect | sft | rl | eval | run | compare | report | record | bench
+vla-rl doctor | collect | sft | rl | eval | serve | run | compare | report | record | bench
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ USAGE = """usage: vla-rl COMMAND ...
   doctor [--json]                  what this machine can do, and what is missing
   collect RECIPE [--key value]     scripted demonstrations into an HDF5 dataset
   sft RECIPE [--key value]         supervised fine-tuning
-  rl RECIPE [--key value]          reinforcement learning of a saved policy
+  rl RECIPE [--key value]          reinforcement learning of a saved policy; --dry-run prints placement, batches and memory
   eval RECIPE [--key value]        LIBERO evaluation
+  serve CHECKPOINT [--key value]   a policy for others to ask: openpi's websocket or GR00T's ZMQ protocol
   compare RUN_A RUN_B              paired statistics of two evaluations
   run RECIPE [--key value]         a pipeline: collect, SFT, evaluation ... in order, each resumable
+  data inspect|check|convert|stats|filter|merge DATASET ...
+                                   look at datasets, find faults, change their format (`data --help`)
+  replay DATASET                   execute recorded actions again and compare every state
   report RUN                       an HTML page: success, curves, time breakdown, videos
   record NAME --command ... --run CONDITION=RUN_DIR ...
                                    docs/results/NAME from finished evaluations, with bars; --help lists all options
@@ -63,6 +67,11 @@ RECIPES = {
 """Command -> module, recipe dataclass and function of its phase; imported only when the command runs."""
 
 
+DRY_RUN = "--dry-run"
+DRY_RUNS = {"rl": ("vla_rl.phases.rl_dry_run", "dry_run_rl")}
+"""Command -> module and function that check a recipe and print its plan instead of running it."""
+
+
 def recipe_class(command: str) -> type[Any]:
     """The dataclass that the recipe of a command fills."""
     module, config_class, _ = RECIPES[command]
@@ -76,10 +85,25 @@ def _recipe_command(name: str) -> Callable[[Sequence[str]], int]:
         if not arguments or arguments[0].startswith("-"):
             raise ConfigError("the first argument is a recipe file, for example configs/demo.yaml")
         module, _, run = RECIPES[name]
-        config = load_recipe(recipe_class(name), Path(arguments[0]), arguments[1:], f"vla-rl {name}")
+        overrides = list(arguments[1:])
+        if DRY_RUN in overrides:
+            overrides.remove(DRY_RUN)
+            if name not in DRY_RUNS:
+                raise ConfigError(f"{DRY_RUN} belongs to {', '.join(DRY_RUNS)}, not to {name}")
+            module, run = DRY_RUNS[name]
+        config = load_recipe(recipe_class(name), Path(arguments[0]), overrides, f"vla-rl {name}")
         return getattr(importlib.import_module(module), run)(config)
 
     return command
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("the first argument is a policy's folder, for example runs/demo/sft/checkpoints/last/policy")
+    from vla_rl.config import override
+    from vla_rl.serving import ServeConfig, run_serve
+
+    return run_serve(override(ServeConfig(arguments[0]), arguments[1:], f"vla-rl serve {arguments[0]}"))
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -101,6 +125,18 @@ def _compare(arguments: Sequence[str]) -> int:
     return run_compare(Path(runs[0]), Path(runs[1]), allow_unlike="--allow-unlike" in arguments)
 
 
+def _data(arguments: Sequence[str]) -> int:
+    from vla_rl.data_commands import main as data
+
+    return data(arguments)
+
+
+def _replay(arguments: Sequence[str]) -> int:
+    from vla_rl.replay import main as replay
+
+    return replay(arguments)
+
+
 def _report(arguments: Sequence[str]) -> int:
     from vla_rl.eval.report import write_report
 
@@ -116,7 +152,7 @@ def _record(arguments: Sequence[str]) -> int:
     return make_record(arguments)
 
 
-BENCHMARKS = ("sim", "reach", "reset", "transport", "memory", "prefix", "weights", "exactness")
+BENCHMARKS = ("sim", "reach", "reset", "transport", "memory", "prefix", "weights", "exactness", "serve", "policy", "loader")
 
 
 def _bench(arguments: Sequence[str]) -> int:
@@ -129,7 +165,10 @@ def _bench(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     **{name: _recipe_command(name) for name in RECIPES},
+    "serve": _serve,
     "compare": _compare,
+    "data": _data,
+    "replay": _replay,
     "report": _report,
     "record": _record,
     "bench": _bench,

@@ -6,7 +6,6 @@ gets does not depend on who else was ready.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from vla_rl.actors import ActorNeeds
+from vla_rl.bell import Bell
 from vla_rl.episode import ActionChunk, Episode, EpisodeSpec, Observation, noise_seed
-from vla_rl.policies.base import Policy
 from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.policies.inference import ActingPolicy, answer
 from vla_rl.policies.records import record_of
 from vla_rl.telemetry.spans import span
 
@@ -42,7 +41,7 @@ class PolicyActor:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: ActingPolicy,
         batch_size: int,
         name: str = "policy",
         weights_version: int = 0,
@@ -75,8 +74,7 @@ class PolicyActor:
         self._running: Future[list[ActionChunk]] | None = None
         self._asked: list[_Request] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
-        self._bell_in, self._bell_out = socket.socketpair()
-        self._bell_out.setblocking(False)
+        self._bell = Bell()
 
     def start(self, env: int, spec: EpisodeSpec) -> None:
         """An episode begins: its chunks are counted from 0."""
@@ -98,7 +96,7 @@ class PolicyActor:
             return []
         if not wait([self._running], timeout_s).done:
             return []
-        self._silence_bell()
+        self._bell.silence(1)
         chunks, asked = self._running.result(), self._asked
         self._running = None
         self._launch()
@@ -106,7 +104,7 @@ class PolicyActor:
 
     def waitables(self) -> list[Any]:
         """A socket that becomes readable when a batch is done."""
-        return [self._bell_out]
+        return [self._bell.waitable]
 
     def finish(self, env: int, episode: Episode) -> None:
         """Forget the episode."""
@@ -115,29 +113,20 @@ class PolicyActor:
     def close(self) -> None:
         """End the thread after the batch it is in."""
         self._thread.shutdown(wait=True)
-        self._bell_in.close()
-        self._bell_out.close()
+        self._bell.close()
 
     def _launch(self) -> None:
         if self._running is not None or not self._pending:
             return
         self._asked, self._pending = self._pending[: self._batch_size], self._pending[self._batch_size :]
         self._running = self._thread.submit(self._forward, self._asked)
-        self._running.add_done_callback(lambda future: self._bell_in.send(b"."))
-
-    def _silence_bell(self) -> None:
-        """Take the finished batch's ring out of the socket; it may be a moment late."""
-        self._bell_out.setblocking(True)
-        self._bell_out.recv(1)
-        self._bell_out.setblocking(False)
+        self._running.add_done_callback(lambda _: self._bell.ring())
 
     def _forward(self, requests: Sequence[_Request]) -> list[ActionChunk]:
         started = time.perf_counter()
-        rows = [*requests, *[requests[0]] * (self._batch_size - len(requests))]
-        with span("policy_forward"), torch.no_grad():
-            batch = self.policy.preprocess([row.observation for row in rows]).to(self._device)
-            output = self.policy.act(batch, [row.seed for row in rows], self._exploration)
-            actions_BCA = self.policy.postprocess(output.actions_BCA)
+        observations, seeds = [request.observation for request in requests], [request.seed for request in requests]
+        with span("policy_forward"):
+            output, actions_BCA = answer(self.policy, observations, seeds, self._batch_size, self._device, self._exploration)
         self.forwards += 1
         self.busy_s += time.perf_counter() - started
         horizon = self.policy.spec.executed_horizon

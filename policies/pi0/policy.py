@@ -79,7 +79,7 @@ class Pi0Policy(FlowPolicy):
 
     def lerobot_steps(self, normalize: dict[str, Any], tokenize: dict[str, Any], device: dict[str, Any]) -> list[dict[str, Any]]:
         """pi0.5 writes the normalised state into the prompt, so it normalises first; pi0 ends the prompt with a line break."""
-        if self.config.family == "pi05":
+        if self.config.family == "pi05" and self.config.state_in_prompt:
             return [normalize, {"registry_name": "pi05_prepare_state_tokenizer_processor_step", "config": {}}, tokenize, device]
         return [{"registry_name": "pi0_new_line_processor", "config": {}}, tokenize, device, normalize]
 
@@ -92,7 +92,7 @@ def build_pi0(config: Pi0Config, statistics: Statistics, spec: PolicySpec, token
         image_size=config.vision.image_size,
         pad_images=config.pad_images,
         normalization=config.normalization,
-        write_prompt=prompt_with_state if config.family == "pi05" else prompt_line,
+        write_prompt=prompt_with_state if config.family == "pi05" and config.state_in_prompt else prompt_line,
         model_state_dim=config.model_state_dim,
         model_action_dim=config.model_action_dim,
         chunk_length=config.chunk_length,

@@ -15,7 +15,7 @@ from vla_rl.config import ConfigError
 from vla_rl.conventions import Conventions, Orientation
 from vla_rl.eval import contestants, runner
 from vla_rl.eval.compare import load_run
-from vla_rl.eval.config import EvalConfig
+from vla_rl.eval.config import EvalConfig, EvaluatedPolicy
 from vla_rl.eval.contestants import Contestant
 from vla_rl.eval.plan import plan_episodes
 from vla_rl.eval.protocol import get_protocol
@@ -124,7 +124,7 @@ def test_other_weights_or_another_recipe_in_the_same_directory_are_refused(
     with pytest.raises(ConfigError, match="episodes_per_task: 10 -> 5"):
         evaluate(config_of(tmp_path, episodes_per_task=5))
     monkeypatch.setattr(runner, "make_contestant", lambda config, recorded: Contestant(no_op_actor(), "abc", None))
-    monkeypatch.setattr(runner, "weights_of", lambda config: "abc")
+    monkeypatch.setattr(runner, "known_weights", lambda config: "abc")
     with pytest.raises(ConfigError, match="other weights"):
         evaluate(config_of(tmp_path))
 
@@ -212,17 +212,23 @@ def test_a_blank_prompt_is_blank(tmp_path: Path, pools: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"actor": "policy"}, "actor 'policy' needs checkpoint"),
-        ({"checkpoint": "x"}, "actor 'noop' takes no checkpoint"),
+        ({"policy": EvaluatedPolicy("x")}, "actor 'noop' takes no policy.checkpoint"),
         ({"actor": "replay"}, "actor 'replay' needs dataset"),
         ({"episodes_per_task": 0}, "episodes_per_task is 0; it must be at least 1"),
-        ({"executed_horizon": 4}, "actor 'noop' is no policy"),
+        ({"policy": EvaluatedPolicy(executed_horizon=4)}, "actor 'noop' is no policy"),
         ({"suite": "reach"}, "suite 'reach' does not run in env.kind 'libero'"),
     ],
 )
 def test_contradictions_in_a_recipe(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, **values)
+
+
+def test_a_policy_must_be_named_by_the_recipe_or_the_command_line(tmp_path: Path) -> None:
+    config = config_of(tmp_path, actor="policy")
+    with pytest.raises(ConfigError, match=r"give --policy\.checkpoint DIR or --policy\.remote URL"):
+        evaluate(config)
+    assert not (tmp_path / "config.yaml").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vla_rl.config import ConfigError
-from vla_rl.eval.config import EvalConfig
+from vla_rl.eval.config import EvalConfig, EvaluatedPolicy
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
 
@@ -46,7 +46,7 @@ def evaluate_checkpoint(config: EvaluationConfig, policy: Path, run_dir: Path) -
             protocol="sampled",
             split="validation",
             episodes_per_task=config.episodes_per_task,
-            checkpoint=str(policy),
+            policy=EvaluatedPolicy(checkpoint=str(policy)),
             videos=0,
             env=config.env,
             pool=config.pool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -96,6 +97,17 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise DamagedFileError(f"{path}: line {number} is not JSON ({error}); delete that line or restore the file") from error
     return rows
+
+
+def folder_digest(folder: str | Path) -> str:
+    """The first 16 hex digits of the sha256 of a folder's files and their names: for a checkpoint, its weights, sizes, statistics
+    and tokenizer."""
+    folder, digest = Path(folder), hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(str(path.relative_to(folder)).encode())
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
