@@ -235,7 +235,7 @@ def training_batch(policy: PolicyModule, samples: SampleBatch, rows: slice) -> B
     """Some rows of samples as a policy takes them, with their weights in the loss where they are not all 1."""
     batch = policy.preprocess(samples.observations[rows], samples.actions_BCA[rows], samples.action_mask_BC[rows])
     weight_B = samples.weight_B[rows]
-    return batch if (weight_B == 1).all() else replace(batch, weight_B=torch.from_numpy(weight_B))
+    return batch if (weight_B == 1).all() else replace(batch, weight_B=torch.from_numpy(weight_B).to(batch.state_BS.device))
 
 
 def noise_seeds(seed: int, stream: str, places: Sequence[int]) -> list[int]:
