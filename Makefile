@@ -25,6 +25,7 @@ vllm: .venv-vllm/.installed
 	@touch $@
 
 test: $(STAMP) check
+	bash scripts/install_chromium.sh
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
 
 test-vllm: .venv-vllm/.installed

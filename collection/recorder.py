@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from vla_rl.datasets.collected import Store
+from vla_rl.datasets.files import require_room
 from vla_rl.episode import ChunkStep, Episode, Observation, Outcome
 from vla_rl.errors import UserError
 from vla_rl.eval.results import EpisodeRow, row_of
@@ -46,12 +47,14 @@ class Recorder:
     def record(self, number: int, episode: Episode, provenance: Mapping[str, Any]) -> EpisodeRow:
         """Write the episode as `number` if it is kept, then append its row.
 
-        provenance: JSON values about actor and task that join the episode's own. Raises DatasetError and StorageError.
+        provenance: JSON values about actor and task that join the episode's own. Raises DatasetError, and StorageError when it
+        cannot be written or the disk is about to be full.
         """
         kept = self.keeps(episode)
         size = self.store.write(number, self._with_provenance(episode, provenance), self.frame_every) if kept else 0
         row = row_of(episode, condition="collect")
         append_jsonl(self.log, {**asdict(row), "number": number, "kept": kept, "bytes": size})
+        require_room(self.log.parent, size)
         return row
 
     def _with_provenance(self, episode: Episode, more: Mapping[str, Any]) -> Episode:

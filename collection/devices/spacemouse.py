@@ -23,9 +23,12 @@ def open_spacemouse(shaping: Shaping) -> PolledDevice:
         package: Any = importlib.import_module("pyspacemouse")
     except ImportError as error:
         raise DeviceMissing(f"device 'spacemouse' needs pyspacemouse ({error}); pip install 'vla-rl[spacemouse]' and libhidapi") from error
-    mouse = package.open()
-    if not mouse:
-        raise DeviceMissing("no SpaceMouse found; plug it in, and let this user read /dev/hidraw* (a udev rule for vendor 256f or 046d)")
+    try:
+        mouse = package.open(axis_convention=package.AxisConvention.HID_Z_UP)
+    except RuntimeError as error:  # what the package says when there is no device, or no hidapi
+        raise DeviceMissing(
+            f"no SpaceMouse: {error} Plug it in, install libhidapi, and let this user read /dev/hidraw* (a udev rule)"
+        ) from error
     buttons = _Buttons()
     return PolledDevice(lambda: buttons.input_of(mouse.read()), shaping, POLL_HZ, mouse.close)
 
@@ -38,7 +41,10 @@ class _Buttons:
         self._driving = False
 
     def input_of(self, state: Any) -> RawInput:
-        """pyspacemouse reports x right, y forward, z up; LIBERO's base frame is x forward, y left, z up."""
+        """From pyspacemouse's x right, y away, z up to the robot's base, seen by a camera that faces it: away is -x, right is +y.
+
+        Rotations are vectors in the same frames, so they turn in the same way.
+        """
         pressed = tuple(bool(button) for button in (*state.buttons, False, False)[:2])
         left, right = (now and not before for now, before in zip(pressed, self._before))
         self._before = pressed[0], pressed[1]
@@ -46,5 +52,5 @@ class _Buttons:
         if right:
             self._driving = not self._driving
             events = (Event.TAKE_OVER if self._driving else Event.HAND_BACK,)
-        axes = (state.y, -state.x, state.z, state.roll, state.pitch, -state.yaw)
+        axes = (-state.y, state.x, state.z, -state.pitch, state.roll, state.yaw)
         return RawInput(axes, toggles_gripper=left, events=events)

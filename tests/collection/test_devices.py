@@ -134,27 +134,35 @@ def test_lerobots_teleoperators_by_name() -> None:
 
 
 def test_spacemouse_axes_and_buttons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pushed away from the person, the arm goes away; the package is the peer, the hardware is played."""
-    state = SimpleNamespace(x=0.0, y=-1.0, z=0.5, roll=0.0, pitch=0.0, yaw=0.0, buttons=[1, 0])
-    package = ModuleType("pyspacemouse")
-    closed = threading.Event()
-    reads = threading.Semaphore(0)
+    """Pushed away from the person, the arm goes away from the camera. The hardware is played, in pyspacemouse 2.1's own terms."""
+    state = SimpleNamespace(x=0.25, y=1.0, z=0.5, roll=0.0, pitch=0.0, yaw=-1.0, buttons=[1, 0])
+    package: Any = ModuleType("pyspacemouse")
+    package.AxisConvention = SimpleNamespace(HID_Z_UP="hid_z_up")
+    closed, reads = threading.Event(), threading.Semaphore(0)
 
     def read() -> Any:
         reads.release()
         return state
 
-    package.open = lambda: SimpleNamespace(read=read, close=closed.set)  # type: ignore[attr-defined]
+    def open_device(axis_convention: str) -> Any:
+        assert axis_convention == "hid_z_up"
+        return SimpleNamespace(read=read, close=closed.set)
+
+    package.open = open_device
     monkeypatch.setitem(sys.modules, "pyspacemouse", package)
     device = open_spacemouse(PLAIN)
     for _ in range(3):
         assert reads.acquire(timeout=10)
     reading = device.read(0, SEEN)
-    assert reading.action_A[:3].tolist() == [1.0, 0.0, 0.5] and reading.action_A[6] == CLOSED, "one toggle, however long it is held"
+    assert reading.action_A.tolist() == [-1.0, 0.25, 0.5, 0.0, 0.0, -1.0, CLOSED], "one toggle, however long it is held"
     device.close()
     assert closed.is_set()
-    package.open = lambda: None  # type: ignore[attr-defined]
-    with pytest.raises(DeviceMissing, match="no SpaceMouse found"):
+
+    def open_nothing(axis_convention: str) -> Any:
+        raise RuntimeError("No connected or supported devices found.")
+
+    package.open = open_nothing
+    with pytest.raises(DeviceMissing, match=r"No connected or supported devices found\. Plug it in"):
         open_spacemouse(PLAIN)
     monkeypatch.setitem(sys.modules, "pyspacemouse", None)
     with pytest.raises(DeviceMissing, match=r"pip install 'vla-rl\[spacemouse\]'"):
