@@ -69,7 +69,10 @@ class ProcessorConfig:
 
 
 class Affine:
-    """x -> (x - offset) / scale per dimension, and back. A constant dimension goes to x - offset, and comes back as the constant."""
+    """x -> (x - offset) / scale per dimension, and back. A constant dimension goes to x - offset, and comes back as the constant.
+
+    A low end above the high one turns a dimension around: GR00T's gripper is 1 when open, the env's -1.
+    """
 
     def __init__(self, stats: FeatureStats, normalization: Normalization) -> None:
         if normalization is Normalization.MEAN_STD:
@@ -77,10 +80,11 @@ class Affine:
         else:
             low, high = map(stats.vector, ("min", "max") if normalization is Normalization.MIN_MAX else ("q01", "q99"))
             offset, scale = (low + high) / 2, (high - low) / 2
-        constant = scale < _EPS
+        constant = np.abs(scale) < _EPS
+        scale = scale + np.where(scale < 0, -_EPS, _EPS)
         self.offset = torch.from_numpy(offset).float()
-        self.scale = torch.from_numpy(np.where(constant, 1.0, scale + _EPS)).float()
-        self.inverse_scale = torch.from_numpy(np.where(constant, 0.0, scale + _EPS)).float()
+        self.scale = torch.from_numpy(np.where(constant, 1.0, scale)).float()
+        self.inverse_scale = torch.from_numpy(np.where(constant, 0.0, scale)).float()
 
     def forward(self, values: Tensor) -> Tensor:
         """Environment units -> model space, along the last dimension."""

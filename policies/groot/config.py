@@ -211,6 +211,8 @@ class GrootConfig:
     """How state and actions are normalised; `quantiles` as published."""
     pad_images: bool = True
     """Whether an image that is not square is padded to keep its proportions or stretched."""
+    crop: float = 1.0
+    """Share of each side of an image that is kept, around its centre, before it is resized (230 / 256 in N1.7); above 0, at most 1."""
     shift_pixels: int = 4
     """Training shifts each view of each sample by up to this many input pixels (edges repeated); 0 turns it off."""
     state_dropout: float = 0.0
@@ -224,6 +226,8 @@ class GrootConfig:
         check_sizes(self)
         if not 0.0 <= self.state_dropout < 1.0:
             raise ValueError(f"state_dropout is {self.state_dropout}, it must be at least 0 and below 1")
+        if not 0.0 < self.crop <= 1.0:
+            raise ValueError(f"crop is {self.crop}, it must be above 0 and at most 1")
         if self.chunk_length > self.head.positions:
             raise ValueError(f"chunk_length is {self.chunk_length}, but head.positions is {self.head.positions}; raise positions")
         if self.head.vl_attention.depth and self.head.vl_attention.width != self.backbone.width:
@@ -271,6 +275,7 @@ GROOT_PRESETS: dict[str, GrootConfig] = {
         model_state_dim=132,
         model_action_dim=132,
         normalization=Normalization.QUANTILES,
+        crop=230 / 256,
         shift_pixels=0,
         state_dropout=0.2,
     ),

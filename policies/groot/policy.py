@@ -87,6 +87,7 @@ def build_groot(config: GrootConfig, statistics: Statistics, spec: PolicySpec, t
         model_state_dim=config.model_state_dim,
         model_action_dim=config.model_action_dim,
         chunk_length=config.chunk_length,
+        crop=config.crop,
     )
     return GrootPolicy(config, spec, Processor(processor_config, statistics, tokenizer), _image_token_id(config, tokenizer))
 
