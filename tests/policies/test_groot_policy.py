@@ -146,7 +146,8 @@ def test_each_embodiment_has_encoders_and_a_decoder_of_its_own(statistics: Stati
     policy = randomized(config, statistics)
     batch = policy.preprocess(observe(1), np.zeros((1, 8, ACTION_DIM), np.float32), np.ones((1, 8), bool))
     policy.sft_loss(batch, [0]).loss_sum.backward()
-    specific = {name: p for name, p in policy.named_parameters() if "state_encoder" in name or "action_" in name.removeprefix("model.action_head")}
+    own = tuple(f"model.action_head.{name}." for name in ("state_encoder", "action_encoder", "action_decoder"))
+    specific = {name: parameter for name, parameter in policy.named_parameters() if name.startswith(own)}
     assert len(specific) == 14  # W and b of two layers of the state encoder and of the decoder, and of three of the action encoder
     for name, parameter in specific.items():
         assert parameter.grad is not None and parameter.grad[1].any(), name
