@@ -41,7 +41,8 @@ class CollectConfig:
     frame_every: int = 3
     """Pictures before control steps 0, k, 2k, ...; 1 is dense. Rendering is most of the cost. At least 1."""
     render: Literal["live", "afterwards"] = "live"
-    """`afterwards` renders only episodes that are kept, by exact re-simulation in this process: pays when most are dropped."""
+    """`afterwards` renders only episodes that are kept, by exact re-simulation in this process: pays when most are dropped.
+    With a page it is always so, in a worker of its own, because control does not wait for pictures."""
     keep_failures: bool = False
     """Also write episodes that did not reach the goal; they are counted in `episodes.jsonl` either way."""
     format: Format = "hdf5"

@@ -124,11 +124,11 @@ class Control:
     # -- what a person commands; each raises Refused
 
     def join(self, operator: str) -> None:
-        """An operator is here (again); environments it holds wait for it to go on."""
+        """An operator is here (again, or with a page that was loaded anew); environments it holds wait for it to go on."""
         self.present.add(operator)
         for state in self.envs:
             if state.holder == operator:
-                state.absent_since = None
+                state.absent_since, state.driver = None, Driver.WAITING
 
     def leave(self, operator: str, now_s: float) -> None:
         """An operator went away: its environments wait."""

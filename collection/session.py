@@ -33,7 +33,7 @@ from vla_rl.collection.plan import provenance_of
 from vla_rl.collection.recorder import Recorder
 from vla_rl.collection.session_state import Board
 from vla_rl.collection.takes import PoolEnv, TakeSource, TakeWriter, chunks_of, counts
-from vla_rl.collection.watched_pool import WatchedPool
+from vla_rl.collection.watched_pool import EnvMeter, WatchedPool
 from vla_rl.datasets.collected import Store
 from vla_rl.episode import Episode, EpisodeSpec, Outcome
 from vla_rl.eval.results import EpisodeRow
@@ -78,9 +78,10 @@ class Session:
         self._finished: dict[str, Episode] = {}
         self._local: Device | None = self._open_local_device()
 
-    def attach(self, actor: OperatedActor, writer: TakeWriter) -> None:
-        """What commands act on."""
-        self._actor, self._writer = actor, writer
+    def attach(self, actor: OperatedActor, writer: TakeWriter, meters: Sequence[EnvMeter]) -> None:
+        """What commands act on, and the meters of the pool."""
+        self._actor, self._writer, self._meters = actor, writer, meters
+        self._takes = [meter.take for meter in meters]
 
     def say(self, operator: str, said: Said, answer: Answer) -> None:
         """Something came from a page; from any thread."""
@@ -89,6 +90,7 @@ class Session:
 
     def obey(self) -> None:
         """Carry out what has come, in order; then let time pass for absent operators."""
+        self._notice_new_takes()
         while True:
             try:
                 operator, said, answer = self._inbox.get_nowait()
@@ -127,7 +129,8 @@ class Session:
             case Gripper() if isinstance(device, BrowserDevice):
                 device.toggle_gripper(_seconds(said.pressed_ms))
             case Seen() if isinstance(device, BrowserDevice):
-                device.saw(said.env, said.step)
+                if said.env < len(self._takes) and said.take == self._takes[said.env]:
+                    device.saw(said.env, said.step)
             case Command():
                 self._command(operator, said.event, said.env)
             case Forget():
@@ -136,6 +139,15 @@ class Session:
                 self.finish()
             case _:  # a device at this machine moves the arm: the page's keys do not
                 return
+
+    def _notice_new_takes(self) -> None:
+        """Pictures of the take before say nothing about this one."""
+        for env, meter in enumerate(self._meters):
+            if meter.take != self._takes[env]:
+                self._takes[env] = meter.take
+                for device in self.devices.values():
+                    if isinstance(device, BrowserDevice):
+                        device.forget(env)
 
     def _command(self, operator: str, event: Event, env: int) -> None:
         match event:
@@ -168,7 +180,6 @@ class Session:
         if episode is None:  # it had not ended yet, and goes on
             return
         self._writer.remove(self._numbers[episode.spec.key], discarded=False)
-        self._board.forget(self._numbers[episode.spec.key])
         self._actor.resume(take, episode.spec, chunks_of(episode))
         self._source.resume(episode.spec)
 
@@ -177,7 +188,6 @@ class Session:
         if spec is None:
             raise Refused(f"episode {number} is not recorded, so it cannot be discarded")
         self._writer.remove(number, discarded=True)
-        self._board.forget(number)
         self._source.later(spec)
 
     def _open_local_device(self) -> Device | None:
@@ -235,7 +245,7 @@ def record_session(
         board.conventions = pool.spec.conventions
         recorder = Recorder(store, run.episodes_file, pool.spec, config.frame_every, config.keep_failures)
         filler = replace(config.pool, workers=1)
-        writer = TakeWriter(recorder, journal, lambda: PoolEnv(make_pool(filler, config.env, make_env)), board.written)
+        writer = TakeWriter(recorder, journal, lambda: PoolEnv(make_pool(filler, config.env, make_env)), board.written, board.forget)
         stack.callback(writer.close)
         for number in unfinished:
             writer.write(number, journal.load(number), provenance_of(config, specs[number]))
@@ -244,7 +254,7 @@ def record_session(
             control, acting_policy(config), session.devices, period_s, watched.meters, watched.preempt, session.obey, operator.idle_steps
         )
         stack.enter_context(closing(actor))
-        session.attach(actor, writer)
+        session.attach(actor, writer, watched.meters)
         stack.enter_context(server.serving())
         _play(session, watched, actor, source)
     return writer.rows

@@ -105,7 +105,7 @@ class Board:
         self.changed = True
 
     def forget(self, number: int) -> None:
-        """An episode was taken back."""
+        """An episode was taken back; in the writer's thread."""
         with self._lock:
             self._recorded.discard(number)
             self._films.pop(number, None)

@@ -145,9 +145,15 @@ class TakeWriter:
     """A thread that fills in pictures and writes, in the order of what it is told."""
 
     def __init__(
-        self, recorder: Recorder, journal: Journal, make_env: Callable[[], PoolEnv], on_written: Callable[[Written], None]
+        self,
+        recorder: Recorder,
+        journal: Journal,
+        make_env: Callable[[], PoolEnv],
+        on_written: Callable[[Written], None],
+        on_removed: Callable[[int], None],
     ) -> None:
-        self._recorder, self._journal, self._make_env, self._on_written = recorder, journal, make_env, on_written
+        self._recorder, self._journal, self._make_env = recorder, journal, make_env
+        self._on_written, self._on_removed = on_written, on_removed
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._env: PoolEnv | None = None
         self._failure: BaseException | None = None
@@ -173,7 +179,7 @@ class TakeWriter:
     def remove(self, number: int, discarded: bool) -> None:
         """Take back episode `number`: its file goes; its row too, or it stays as a discarded one."""
         self._journal.drop(number)
-        self._submit(lambda: remove_take(self._recorder, number, discarded))
+        self._submit(lambda: self._remove(number, discarded))
 
     def close(self) -> None:
         """Wait until everything is written. Raises what writing raised."""
@@ -200,6 +206,10 @@ class TakeWriter:
                 except BaseException as error:  # noqa: BLE001 - the thread's boundary: the session raises it
                     self._failure = error
             self._waiting -= 1
+
+    def _remove(self, number: int, discarded: bool) -> None:
+        remove_take(self._recorder, number, discarded)
+        self._on_removed(number)
 
     def _write(self, number: int, episode: Episode, provenance: dict[str, Any]) -> None:
         kept = self._recorder.keeps(episode)

@@ -85,6 +85,10 @@ class Seen:
     take: int
     """Which reset of the env it belongs to."""
 
+    def __post_init__(self) -> None:
+        if self.env < 0 or self.step < 0:
+            raise ValueError(f"env {self.env} and step {self.step} must be at least 0")
+
 
 @dataclass(frozen=True)
 class Ping:

@@ -43,6 +43,11 @@ class BrowserDevice:
         with self._lock:
             self._seen[env] = control_step
 
+    def forget(self, env: int) -> None:
+        """Another take has begun in `env`: what was seen there is gone."""
+        with self._lock:
+            self._seen.pop(env, None)
+
     def take(self, env: int, spec: EpisodeSpec, gripper: float) -> None:
         """See `Device.take`."""
         with self._lock:

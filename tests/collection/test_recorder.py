@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vla_rl.collection.config import CollectConfig
 from vla_rl.collection.plan import noisy_expert, plan_demonstrations
 from vla_rl.collection.recorder import Recorder, ReplayMismatch, fill_frames
 from vla_rl.datasets.hdf5 import read_episode
+from vla_rl.datasets.schema import StorageError
 from vla_rl.datasets.store import EpisodeStore
 from vla_rl.episode import VIEWS, Episode, Outcome
 from vla_rl.rollout import ListSource, look_of, run_episodes
@@ -108,3 +110,18 @@ def test_only_what_is_asked_for_is_kept_but_everything_is_counted(reach_recipe: 
     provenance = read_episode(store.path(0)).provenance
     assert provenance["actor"] == {"name": "expert"} and provenance["env"]["kind"] == "reach"
     assert "initial_state_sha256" in provenance and "reset_s" not in provenance
+
+
+def test_recording_stops_before_the_disk_is_full_and_loses_nothing(
+    reach_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = reach_recipe()
+    (episode,) = record_live(config, 1, 1)
+    store = EpisodeStore(tmp_path / "episodes")
+    recorder = Recorder(store, tmp_path / "episodes.jsonl", make_env(config.env).spec, 1)
+    monkeypatch.setattr("vla_rl.datasets.files.shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(
+        StorageError, match=r"0 MiB free, an episode takes 0\.\d MiB: stopped before the disk is full\. Everything finished is"
+    ):
+        recorder.record(0, episode, {})
+    assert store.load(0).num_steps == episode.num_steps and len(read_jsonl(tmp_path / "episodes.jsonl")) == 1
