@@ -152,7 +152,21 @@ def _record(arguments: Sequence[str]) -> int:
     return make_record(arguments)
 
 
-BENCHMARKS = ("sim", "reach", "reset", "transport", "memory", "prefix", "weights", "exactness", "serve", "policy", "loader")
+BENCHMARKS = (
+    "sim",
+    "reach",
+    "reset",
+    "transport",
+    "memory",
+    "prefix",
+    "weights",
+    "exactness",
+    "serve",
+    "policy",
+    "loader",
+    "crashes",
+    "intervention",
+)
 
 
 def _bench(arguments: Sequence[str]) -> int:
