@@ -140,7 +140,7 @@ def merge_datasets(paths: Sequence[str | Path], folder: Path) -> Edited:
     if format_of(infos) == "hdf5":
         merge(paths, folder)
         return _edited(folder, infos)
-    kinds: dict[Path, Pictures] = {path: kept_pictures(open_catalog(path)) for path in {info.path for info in infos}}
+    kinds: dict[Path, Pictures] = {path: kept_pictures(open_catalog(path)) for path in dict.fromkeys(info.path for info in infos)}
     if len(set(kinds.values())) > 1:
         listed = ", ".join(f"{path}: {kind}" for path, kind in kinds.items())
         raise DatasetError(f"pictures are kept in different ways ({listed}); convert to one with vla-rl data convert --pictures")

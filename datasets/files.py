@@ -14,6 +14,9 @@ import numpy as np
 from vla_rl.datasets.schema import DatasetError, StorageError
 from vla_rl.telemetry.files import atomic_path
 
+ROOM_EPISODES = 10
+"""Recording stops when the disk has room for fewer episodes than this."""
+
 
 def write_bytes(path: Path, content: bytes) -> int:
     """Write a file atomically; returns its size. Raises StorageError naming the file, what is needed and what is free."""
@@ -34,6 +37,16 @@ def storage_error(path: Path, needed: int, error: Exception) -> StorageError:
         f"{path}: cannot write {needed / 2**20:.2f} MiB ({reason}); {free_mib:.2f} MiB are free in {folder}. "
         "Files that were finished before are whole. Make room (or raise the quota or file size limit) and start again: it resumes."
     )
+
+
+def require_room(folder: Path, episode_bytes: int) -> None:
+    """Raise StorageError while there still is room for some episodes: what runs now could then be written, and nothing is lost."""
+    free = shutil.disk_usage(folder).free
+    if free < ROOM_EPISODES * episode_bytes:
+        raise StorageError(
+            f"{folder}: {free / 2**20:.0f} MiB free, an episode takes {episode_bytes / 2**20:.1f} MiB: stopped before the disk is full. "
+            "Everything finished is written. Make room and start again: it resumes."
+        )
 
 
 @contextmanager

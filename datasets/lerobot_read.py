@@ -159,8 +159,7 @@ def read_lerobot_episode(info: LeRobotInfo, pictures: LeRobotPictures | None = N
     frames = {
         t: Observation(dict(zip(VIEWS, pictures_VHWC)), rows.observed_NS[t], info.prompt) for t, pictures_VHWC in enumerate(pictures_NVHWC)
     }
-    row = info.entry.row
-    ours = bool(replay)
+    row, ours = info.entry.row, info.layout.ours
     ending = Ending(row["ended_in_success"], row["terminated"], row["truncated"]) if ours else Ending(True, True, False)
     return Episode(
         spec=info.spec,
@@ -179,25 +178,25 @@ def published_provenance(info: LeRobotInfo) -> dict[str, Any]:
 
 
 def _episode_rows(info: LeRobotInfo, replay: dict[str, Any]) -> EpisodeRows:
-    steps = info.num_steps
-    if not replay:
+    steps, ones = info.num_steps, np.ones(info.num_steps, np.int64)
+    if not info.layout.ours:
         rows = read_columns(info, (info.layout.action, info.layout.state))
-        actions_NA = rows[info.layout.action].astype(np.float32)
+        actions_NA, states_NS = (rows[name].astype(np.float32) for name in (info.layout.action, info.layout.state))
         reward_N = np.eye(1, steps, steps - 1, dtype=np.float32)[0]
-        ones = np.ones(steps, np.int64)
-        states_NS = rows[info.layout.state].astype(np.float32)
-        return EpisodeRows(actions_NA, actions_NA, reward_N, np.zeros(steps, np.bool_), states_NS, None, None, ones, ones * 0)
-    rows = read_columns(info, (names.ACTION, names.LABEL, names.REWARD, names.INTERVENTION, names.STATE, names.ROBOT_STATE))
+        return EpisodeRows(actions_NA, actions_NA, reward_N, np.zeros(steps, np.bool_), states_NS, None, None, ones, 0 * ones)
+    replayable = (names.ROBOT_STATE,) if replay else ()
+    rows = read_columns(info, (names.ACTION, names.LABEL, names.REWARD, names.INTERVENTION, names.STATE, *replayable))
+    states = np.array(replay["simulator_states"], np.float64).reshape(steps, replay["simulator_state_dim"]) if replay else None
     return EpisodeRows(
         executed_NA=rows[names.ACTION],
         labels_NA=rows[names.LABEL],
         reward_N=rows[names.REWARD],
         intervention_N=rows[names.INTERVENTION].astype(np.bool_),
         observed_NS=rows[names.STATE],
-        sim_states_ND=np.array(replay["simulator_states"], np.float64).reshape(steps, replay["simulator_state_dim"]),
-        robot_states_NR=rows[names.ROBOT_STATE],
-        chunk_lengths_T=np.array(replay["chunk_lengths"], np.int64),
-        weights_version_T=np.array(replay["chunk_weights_version"], np.int64),
+        sim_states_ND=states,
+        robot_states_NR=rows[names.ROBOT_STATE] if replay else None,
+        chunk_lengths_T=np.array(replay["chunk_lengths"], np.int64) if replay else ones,
+        weights_version_T=np.array(replay["chunk_weights_version"], np.int64) if replay else 0 * ones,
     )
 
 

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import av
+import av.logging
 import numpy as np
 from av.error import FFmpegError
 
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.episode import Int64, UInt8
 
-os.environ.setdefault("SVT_LOG", "1")  # errors only: the AV1 encoder prints thirty lines for every episode
+os.environ.setdefault("SVT_LOG", "1")  # errors only: the encoders print thirty lines for every episode
+av.logging.set_level(av.logging.ERROR)
 
 Codec = Literal["av1", "h264"]
 """AV1 is LeRobot's default; H.264 plays everywhere and encodes faster."""
@@ -190,11 +192,16 @@ class _OpenVideo:
         try:
             self._container = av.open(str(path))
         except (FFmpegError, OSError) as error:
-            raise DatasetError(f"{path}: not a readable video ({error}); restore it, or record or convert the episode again") from error
+            raise self._unreadable(error) from error
+        if not self._container.streams.video:
+            raise self._unreadable("no video in it")
         self._stream: Any = self._container.streams.video[0]
         self._stream.codec_context.thread_count = 1  # small pictures: threads cost more than they give
         self._frames: Any = None
         self._next = _NOWHERE
+
+    def _unreadable(self, why: object) -> DatasetError:
+        return DatasetError(f"{self._path}: not a readable video ({why}); restore it, or record or convert the episode again")
 
     def read(self, numbers: Sequence[int], fps: int) -> UInt8:
         """uint8[F, H, W, 3] of ascending picture numbers."""

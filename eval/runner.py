@@ -11,8 +11,6 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
 from vla_rl.config import ConfigError
 from vla_rl.conventions import Orientation
 from vla_rl.episode import Episode, EpisodeSpec, Float32, Outcome
@@ -170,17 +168,10 @@ def _recorded_actions(config: EvalConfig) -> list[tuple[EpisodeSpec, Float32]]:
     """(spec, actions float32[N, 7]) of each successful episode of the dataset, for actor `replay`."""
     if config.dataset is None:
         return []
-    from vla_rl.datasets.files import array, open_file, subgroup
-    from vla_rl.datasets.hdf5 import data_group
+    from vla_rl.datasets.episodes import load_actions
     from vla_rl.datasets.store import list_episodes
 
-    recorded = []
-    for info in list_episodes([config.dataset]):
-        if info.outcome is Outcome.SUCCESS:
-            with open_file(info.path) as file:
-                demo = subgroup(data_group(file), info.demo)
-                recorded.append((info.spec, array(demo, "actions").astype(np.float32)))
-    return recorded
+    return [(info.spec, load_actions(info)) for info in list_episodes([config.dataset]) if info.outcome is Outcome.SUCCESS]
 
 
 def _require_same_weights(path: Path, rows: Sequence[EpisodeRow], weights: str) -> None:

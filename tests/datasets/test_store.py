@@ -141,3 +141,21 @@ def test_a_full_disk_names_file_and_free_space_and_loses_nothing(make_store: Mak
     assert os.listdir(store.folder.parent / "merged") == []
     store.write(2, make_episode(), 1)
     assert read_episode(store.path(2)).num_steps == 10
+
+
+def test_a_merged_file_is_what_robomimic_reads(make_store: MakeStore, tmp_path: Path) -> None:
+    """By h5py alone, the steps of robomimic 0.3's `SequenceDataset`, which was run on such a file by hand (docs/datasets.md):
+    demos sorted by number, `num_samples`, float32 of `actions`, `rewards`, `dones` and of each `obs/KEY`, one row per step."""
+    (path,) = merge([make_store(3).folder], tmp_path / "merged")
+    with h5py.File(path, "r", swmr=True, libver="latest") as file:
+        demos = list(file["data"].keys())
+        demos = [demos[i] for i in np.argsort([int(name[5:]) for name in demos])]
+        assert demos == ["demo_0", "demo_1", "demo_2"] and file["data"].attrs["total"] == 30
+        for demo in demos:
+            length = file[f"data/{demo}"].attrs["num_samples"]
+            for key in ("actions", "rewards", "dones", "states"):
+                assert file[f"data/{demo}/{key}"][()].astype("float32").shape[0] == length
+            for key in ("agentview_rgb", "eye_in_hand_rgb", "ee_pos", "ee_ori", "gripper_states", "joint_states"):
+                rows = file[f"data/{demo}/obs/{key}"][()].astype("float32")
+                assert len(rows) == length and rows.ndim in (2, 4)
+            assert np.abs(file[f"data/{demo}/actions"][()]).max() <= 1

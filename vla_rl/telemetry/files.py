@@ -28,12 +28,24 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        fsync(temporary)
-        os.replace(temporary, path)
-        fsync(path.parent)
+        with naming(path):
+            yield temporary
+            fsync(temporary)
+            os.replace(temporary, path)
+            fsync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError say which file it is about: a write that fails (disk full, quota) does not know its file's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
 
 
 def fsync(path: Path) -> None:
@@ -64,7 +76,7 @@ def append_jsonl(path: str | Path, row: Mapping[str, Any]) -> None:
     line = json.dumps(row, default=_plain) + "\n"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
+    with naming(path), open(path, "ab+") as file:
         if (end := file.seek(0, os.SEEK_END)) and not _ends_whole(file, end):
             _drop_cut_line(file, end)
         file.write(line.encode())

@@ -1,0 +1,147 @@
+"""Converting, merging and filtering: nothing that both formats hold is lost, and provenance says what was taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vla_rl.datasets.edit import Filter, convert, filter_dataset, merge_datasets, moving_steps
+from vla_rl.datasets.episodes import load_episode
+from vla_rl.datasets.hdf5 import encode_episode
+from vla_rl.datasets.lerobot_store import LeRobotStore
+from vla_rl.datasets.schema import DatasetError
+from vla_rl.datasets.stats import dataset_statistics
+from vla_rl.datasets.store import EpisodeStore, list_episodes
+from vla_rl.episode import Episode, EpisodeSpec, Outcome
+
+MakeStore = Callable[..., EpisodeStore]
+MakeEpisode = Callable[..., Episode]
+WriteFolder = Callable[..., LeRobotStore]
+SeenByLeRobot = Callable[..., Any]
+
+
+def test_hdf5_to_lerobot_and_back_is_byte_for_byte(make_store: MakeStore, tmp_path: Path) -> None:
+    store = make_store(3)
+    assert convert([store.folder], tmp_path / "lerobot", "lerobot").notes == ()
+    back = convert([tmp_path / "lerobot"], tmp_path / "back", "hdf5")
+    assert (back.episodes, back.steps) == (3, 9 + 10 + 11)
+    for number in store.numbers():
+        assert (tmp_path / "back" / store.path(number).name).read_bytes() == store.path(number).read_bytes()
+
+
+def test_what_cannot_be_held_is_said(make_store: MakeStore, write_folder: WriteFolder, make_episode: MakeEpisode, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"2 of 2 episodes have pictures before every 3\. step only .* replay DATASET --fill-into"):
+        convert([make_store(2, frame_every=3).folder], tmp_path / "lerobot_out", "lerobot")
+    folder = write_folder([make_episode(size=16)], "h264").folder
+    assert "what its codec lost is not there" in convert([folder], tmp_path / "hdf5", "hdf5").notes[0]
+    assert "lossy" in convert([tmp_path / "hdf5"], tmp_path / "again", "lerobot", "h264").notes[0]
+    with pytest.raises(DatasetError, match="is not empty; name a new folder"):
+        convert([folder], tmp_path / "hdf5", "hdf5")
+
+
+def test_merging_folders_copies_bytes_into_large_files(
+    write_folder: WriteFolder, make_episode: MakeEpisode, tmp_path: Path, seen_by_lerobot: SeenByLeRobot
+) -> None:
+    """Videos too: the pictures of three files in one, none of them encoded again, found by number and by LeRobot by time."""
+    first = write_folder([make_episode(seed=seed, steps=5 + seed, size=16) for seed in range(2)], "h264", "a")
+    second = write_folder([make_episode(seed=5, steps=4, size=16)], "h264", "b")
+    done = merge_datasets([first.folder, second.folder], tmp_path / "merged")
+    assert (done.episodes, done.steps) == (3, 15) and len(list((tmp_path / "merged").rglob("*.mp4"))) == 2
+    before = [load_episode(info) for info in list_episodes([first.folder, second.folder])]
+    after = [load_episode(info) for info in list_episodes([tmp_path / "merged"])]
+    assert [encode_episode(episode, 1) for episode in before] == [encode_episode(episode, 1) for episode in after]
+    theirs = seen_by_lerobot(tmp_path / "merged", return_uint8=True)
+    pictures = [frame.images["image2"] for episode in after for frame in episode.frames().values()]
+    for index, picture in enumerate(pictures):
+        assert np.array_equal(theirs[index]["observation.images.image2"].numpy().transpose(1, 2, 0), picture)
+    assert theirs.meta.stats["action"]["count"][0] == 15
+
+
+def test_mixtures_are_refused(make_store: MakeStore, write_folder: WriteFolder, make_episode: MakeEpisode, tmp_path: Path) -> None:
+    png, video = write_folder([make_episode(size=16)], "png", "p").folder, write_folder([make_episode(size=16)], "h264", "v").folder
+    with pytest.raises(DatasetError, match="HDF5 files and LeRobot folders together"):
+        merge_datasets([make_store(1).folder, png], tmp_path / "m")
+    with pytest.raises(DatasetError, match=r"pictures are kept in different ways .*png.*h264"):
+        merge_datasets([png, video], tmp_path / "m")
+
+
+def still_at(episode: Episode, steps: set[int]) -> Episode:
+    """The episode with actions of nothing but the gripper held at these steps, and one gripper everywhere."""
+    start, changed = 0, []
+    for step in episode.steps:
+        actions = step.executed_EA.copy()
+        actions[:, 6] = -1
+        for row in range(len(actions)):
+            if start + row in steps:
+                actions[row, :6] = 0
+        start += len(actions)
+        changed.append(replace(step, executed_EA=actions))
+    return replace(episode, steps=changed)
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "lerobot"])
+def test_filter_drops_no_ops_failures_and_tasks_and_says_so(
+    make_store: MakeStore, write_folder: WriteFolder, make_episode: MakeEpisode, tmp_path: Path, kind: str
+) -> None:
+    other = EpisodeSpec("libero_object", 2, "sampled:9", "demonstrations")
+    episodes = [
+        still_at(make_episode(seed=0, steps=9), {0, 4, 5, 8}),
+        make_episode(seed=1, outcome=Outcome.FAILURE),
+        make_episode(seed=2, spec=other),
+    ]
+    if kind == "hdf5":
+        store = make_store(0)
+        for number, episode in enumerate(episodes):
+            store.write(number, episode, 1)
+        folder = store.folder
+    else:
+        folder = write_folder(episodes).folder
+    done = filter_dataset([folder], tmp_path / "out", Filter(no_ops=True, failures=True, tasks=("libero_object:7",)))
+    assert (done.episodes, done.steps, done.dropped_episodes, done.dropped_steps) == (1, 5, 2, 4)
+    (info,) = list_episodes([tmp_path / "out"])
+    left, kept = load_episode(info), [1, 2, 3, 6, 7]
+    assert np.array_equal(left.actions_NA(), episodes[0].actions_NA()[kept])
+    for row, t in enumerate(kept):
+        assert np.array_equal(left.frames()[row].images["image"], episodes[0].frames()[t].images["image"])
+    assert left.provenance["filtered"]["removed_steps"] == [0, 4, 5, 8]
+    assert {key: value for key, value in left.provenance.items() if key != "filtered"} == episodes[0].provenance
+    assert left.provenance["filtered"]["from"].endswith(("demo_0", "episode_000000"))
+
+
+def test_no_ops_are_those_of_openvla() -> None:
+    """Against a loop in its words: norm of the motion below 1e-4, and the gripper as at the last step that was kept."""
+    rng = np.random.default_rng(0)
+    actions = (rng.normal(size=(60, 7)) * (rng.random((60, 1)) < 0.5)).astype(np.float32)
+    actions[:, 6] = np.where(rng.random(60) < 0.7, -1, 1)
+    kept, previous = [], None
+    for t, action in enumerate(actions):
+        no_op = np.linalg.norm(action[:6]) < 1e-4 and (previous is None or action[6] == previous)
+        if not no_op:
+            kept.append(t)
+        if not no_op or previous is None:
+            previous = action[6]
+    assert np.flatnonzero(moving_steps(actions)).tolist() == kept and 20 < len(kept) < 60
+
+
+def test_filters_that_leave_nothing_or_name_nothing_are_refused(make_store: MakeStore, tmp_path: Path) -> None:
+    folder = make_store(2).folder
+    with pytest.raises(DatasetError, match="no task 'libero_goal:1' here; there are libero_object:7"):
+        filter_dataset([folder], tmp_path / "out", Filter(tasks=("libero_goal:1",)))
+    with pytest.raises(DatasetError, match="no episode 2; there are 0 to 1"):
+        filter_dataset([folder], tmp_path / "out", Filter(without_numbers=(2,)))
+    with pytest.raises(DatasetError, match="nothing is left of 2 episodes"):
+        filter_dataset([folder], tmp_path / "out", Filter(without_numbers=(0, 1)))
+
+
+def test_statistics_of_both_formats_agree(make_store: MakeStore, tmp_path: Path, seen_by_lerobot: SeenByLeRobot) -> None:
+    folder = make_store(3).folder
+    convert([folder], tmp_path / "lerobot", "lerobot")
+    one, other = (dataset_statistics(list_episodes([path]), pictures=True) for path in (folder, tmp_path / "lerobot"))
+    assert one == other and len(one) == 4
+    stored = seen_by_lerobot(tmp_path / "lerobot").meta.stats
+    assert all(np.array_equal(np.array(value), stored[name][kind]) for name, kinds in one.items() for kind, value in kinds.items())

@@ -1,0 +1,155 @@
+"""Kills and full disks while a LeRobot folder is written: finished episodes stay readable, by us and by LeRobot, and writing goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vla_rl.datasets.collected import collected_store
+from vla_rl.datasets.episodes import load_episode
+from vla_rl.datasets.lerobot_format import Pictures
+from vla_rl.datasets.lerobot_store import LeRobotStore
+from vla_rl.datasets.schema import DatasetError, StorageError
+from vla_rl.datasets.store import list_episodes
+from vla_rl.episode import Episode
+
+MakeEpisode = Callable[..., Episode]
+WriteFolder = Callable[..., LeRobotStore]
+SeenByLeRobot = Callable[..., Any]
+WRITES_OF_AN_EPISODE = 9
+"""Two videos, replay, data, tasks (the first one only), episodes, info, stats, and one to spare."""
+
+
+class Killed(BaseException):
+    """Stands for a SIGKILL between two renames."""
+
+
+@pytest.mark.parametrize("writes", range(1, WRITES_OF_AN_EPISODE))
+def test_stopped_between_any_two_files_lerobot_loads_the_finished_episodes(
+    write_folder: WriteFolder, make_episode: MakeEpisode, seen_by_lerobot: SeenByLeRobot, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    """After `writes` files of the second episode, as a kill there leaves the folder; then the next writer mends it."""
+    episodes = [make_episode(seed=seed, steps=5, size=16) for seed in range(2)]
+    store = write_folder(episodes[:1], "h264")
+    left = writes
+    replace = os.replace
+
+    def stop(source: Any, target: Any) -> None:
+        nonlocal left
+        if left == 0:
+            raise Killed
+        left -= 1
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", stop)
+    monkeypatch.setattr("vla_rl.datasets.lerobot_store._State.write_statistics", lambda self: None)  # a killed process writes none
+    try:
+        with store.writing():
+            store.write(1, episodes[1], 1)
+    except Killed:
+        pass
+    monkeypatch.undo()
+    ours, theirs = list_episodes([store.folder]), seen_by_lerobot(store.folder)
+    assert theirs.num_episodes <= len(ours) in (1, 2), "LeRobot sees an episode when its totals are written, after everything else"
+    assert all(load_episode(info).num_steps == 5 for info in ours)
+    assert np.array_equal(theirs[4]["action"].numpy(), episodes[0].actions_NA()[4]) and len(theirs) in (5, 10)
+    with store.writing():
+        store.write(1, episodes[1], 1)
+    again = seen_by_lerobot(store.folder)
+    assert (len(again), store.numbers()) == (10, [0, 1])
+    assert np.array_equal(again[9]["action"].numpy(), episodes[1].actions_NA()[4])
+    assert len(list(store.folder.rglob("file-*"))) == 10 and not list(store.folder.rglob(".*.tmp"))
+
+
+def _write_for_ever(run_dir: Path, make: MakeEpisode, pictures: Pictures, reports: Connection) -> None:
+    store = collected_store(run_dir, "both", pictures, "none")
+    with store.writing():
+        for number in range(len(store.numbers()), 10_000):
+            store.write(number, make(seed=number, steps=8, size=64), 1)
+            reports.send(number)
+
+
+def kill_at(moment_s: float, run_dir: Path, make: MakeEpisode, pictures: Pictures) -> list[int]:
+    """SIGKILL a writer of both formats `moment_s` after its first episode; the numbers that it reported as written."""
+    fork = multiprocessing.get_context("fork")  # nothing to import again: many rounds in little time
+    receiver, sender = fork.Pipe(duplex=False)
+    writer = fork.Process(target=_write_for_ever, args=(run_dir, make, pictures, sender))
+    writer.start()
+    sender.close()
+    reported = [receiver.recv()]
+    spin_until = time.perf_counter() + moment_s
+    while time.perf_counter() < spin_until:
+        pass
+    os.kill(writer.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
+    while receiver.poll():
+        try:
+            reported.append(receiver.recv())
+        except EOFError:
+            break
+    return reported
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("pictures", ["png", "h264"])
+def test_sigkill_while_both_formats_are_written(
+    tmp_path: Path, make_episode: MakeEpisode, seen_by_lerobot: SeenByLeRobot, pictures: Pictures
+) -> None:
+    """Three moments here; docs/results/crash_safety has fifty."""
+    for moment_s in np.random.default_rng(0).uniform(0, 0.05, 3):
+        reported = kill_at(float(moment_s), tmp_path, make_episode, pictures)
+        for folder in (tmp_path / "episodes", tmp_path / "lerobot"):
+            infos = list_episodes([folder])
+            numbers = [info.spec.init_number for info in infos]
+            assert numbers in (list(range(reported[-1] + 1)), list(range(reported[-1] + 2))), "a gap, or a reported episode is gone"
+            assert all(load_episode(info).num_steps == 8 for info in infos[-2:])
+        assert seen_by_lerobot(tmp_path / "lerobot").num_episodes in (reported[-1] + 1, reported[-1] + 2)
+
+
+@pytest.mark.faults
+def test_a_full_disk_names_the_file_and_loses_nothing(write_folder: WriteFolder, make_episode: MakeEpisode) -> None:
+    """RLIMIT_FSIZE makes the kernel refuse to grow the file, as a full disk or a quota does."""
+    store = write_folder([make_episode()])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with store.writing():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            with pytest.raises(StorageError, match=r"file-001\.parquet: cannot write .* MiB \(File too large\); .* MiB are free in"):
+                store.write(1, make_episode(), 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert [info.num_steps for info in list_episodes([store.folder])] == [10]
+        store.write(1, make_episode(seed=1, steps=12), 1)
+    assert [info.num_steps for info in list_episodes([store.folder])] == [10, 12]
+
+
+def test_only_one_process_writes(write_folder: WriteFolder) -> None:
+    store = write_folder([])
+    with store.writing(), pytest.raises(DatasetError, match="another process is recording"), LeRobotStore(store.folder).writing():
+        pass
+
+
+def test_undo_takes_the_last_episode_out(write_folder: WriteFolder, make_episode: MakeEpisode, seen_by_lerobot: SeenByLeRobot) -> None:
+    store = write_folder([make_episode(seed=seed, steps=5 + seed) for seed in range(3)])
+    with store.writing():
+        with pytest.raises(DatasetError, match="episode 0 is not the last one recorded"):
+            store.remove(0)
+        store.remove(2)
+        store.write(7, make_episode(seed=9, steps=4), 1)
+    assert store.numbers() == [0, 1, 7] and store.load(7).num_steps == 4
+    theirs = seen_by_lerobot(store.folder)
+    assert len(theirs) == 5 + 6 + 4
+    assert np.array_equal(theirs.meta.stats["action"]["max"], np.max([theirs[i]["action"].numpy() for i in range(15)], axis=0))
