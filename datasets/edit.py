@@ -16,7 +16,7 @@ from vla_rl.datasets.episode_rows import Ending, EpisodeInfo, EpisodeRows, build
 from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.lerobot_catalog import open_catalog
 from vla_rl.datasets.lerobot_copy import copy_episode, in_files, kept_pictures
-from vla_rl.datasets.lerobot_format import Pictures
+from vla_rl.datasets.lerobot_format import ROBOT_STATE, Pictures
 from vla_rl.datasets.lerobot_parts import EpisodeParts
 from vla_rl.datasets.lerobot_read import LeRobotInfo
 from vla_rl.datasets.lerobot_store import LeRobotStore
@@ -75,7 +75,7 @@ def convert(paths: Sequence[str | Path], folder: Path, target: Target, pictures:
 
 
 def _to_hdf5(infos: Sequence[EpisodeInfo], folder: Path) -> Edited:
-    without = [info.name for info in infos if isinstance(info, LeRobotInfo) and not has_states(info)]
+    without = _without_states(infos)
     if without:
         raise DatasetError(
             f"{len(without)} of {len(infos)} episodes have no simulator states and joint positions ({without[0]} ...), which LIBERO's "
@@ -91,9 +91,11 @@ def _to_hdf5(infos: Sequence[EpisodeInfo], folder: Path) -> Edited:
     return _edited(folder, infos, notes)
 
 
-def has_states(info: LeRobotInfo) -> bool:
-    """Whether an episode of a LeRobot folder carries what replays it."""
-    return info.layout.ours and "robot_state" in open_catalog(info.path).info["features"]
+def _without_states(infos: Sequence[EpisodeInfo]) -> list[str]:
+    """Names of the episodes of LeRobot folders that do not carry what replays them."""
+    folders = {info.path for info in infos if isinstance(info, LeRobotInfo)}
+    bare = {folder for folder in folders if ROBOT_STATE not in open_catalog(folder).info["features"]}
+    return [info.name for info in infos if info.path in bare]
 
 
 def _to_lerobot(infos: Sequence[EpisodeInfo], folder: Path, pictures: Pictures) -> Edited:

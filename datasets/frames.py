@@ -22,7 +22,7 @@ from vla_rl.datasets.lerobot_read import LeRobotInfo, LeRobotPictures
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.episode import VIEWS, Int64, UInt8
 
-OPEN_FILES = 64
+OPEN_FILES = 256
 """Files that one process keeps open."""
 
 
@@ -72,24 +72,34 @@ class _Hdf5Pictures:
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, h5py.File] = OrderedDict()
+        self._views: dict[Path, dict[str, list[h5py.Dataset]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_open": OrderedDict()}
+        return {"_open": OrderedDict(), "_views": {}}
 
     def read(self, info: EpisodeInfo, position: int, pictures_VHWC: UInt8) -> None:
         """Fill uint8[V, H, W, 3] with one picture of each view, in the orientation it was observed in."""
         try:
-            group = subgroup(self._file(info.path), f"data/{info.demo}/obs")
-            for view, name in enumerate(VIEWS):
-                raw = dataset(group, schema.IMAGE_KEYS[name])[position]
-                pictures_VHWC[view] = schema.reorient(raw, info.conventions.orientation)
+            for view, pictures in enumerate(self._datasets(info)):
+                pictures_VHWC[view] = schema.reorient(pictures[position], info.conventions.orientation)
         except OSError as error:
             raise damaged(info.path, error) from error
+
+    def _datasets(self, info: EpisodeInfo) -> list[h5py.Dataset]:
+        """The pictures of each view, opened once: that takes as long as decoding one."""
+        file = self._file(info.path)
+        demos = self._views.setdefault(info.path, {})
+        if info.demo not in demos:
+            group = subgroup(file, f"data/{info.demo}/obs")
+            demos[info.demo] = [dataset(group, schema.IMAGE_KEYS[name]) for name in VIEWS]
+        return demos[info.demo]
 
     def _file(self, path: Path) -> h5py.File:
         if path not in self._open:
             if len(self._open) >= OPEN_FILES:
-                self._open.popitem(last=False)[1].close()
+                oldest, file = self._open.popitem(last=False)
+                self._views.pop(oldest, None)
+                file.close()
             self._open[path] = h5py.File(path, "r")
         self._open.move_to_end(path)
         return self._open[path]

@@ -206,7 +206,7 @@ def read_replay_row(info: LeRobotInfo) -> dict[str, Any]:
         return {}
     path = info.path / names.Place(info.entry.row["data/chunk_index"], info.entry.row["data/file_index"]).path(names.REPLAY_PATH)
     table = read_table(path)
-    return next(row for row in table.to_pylist() if row["episode_index"] == info.entry.episode_index)
+    return table.slice(table["episode_index"].to_pylist().index(info.entry.episode_index), 1).to_pylist()[0]
 
 
 def _read_replay(info: LeRobotInfo) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _LEAST_SIZE: dict[Codec, int] = {"av1": 64, "h264": 16}
 KEY_EVERY = 2
 """Pictures from one key picture to the next."""
 PIXEL_FORMAT = "yuv420p"
-OPEN_VIDEOS = 64
+OPEN_VIDEOS = 256
 """Files that one process keeps open."""
 _NOWHERE = -1 - KEY_EVERY
 """Position of a decoder that must seek before it gives anything."""

@@ -135,6 +135,24 @@ def test_training_sees_the_same_samples_from_both_formats(
     assert [next(loaders[0]).index_B.tolist() for _ in range(5)] == [next(loaders[1]).index_B.tolist() for _ in range(5)]
 
 
+@pytest.mark.parametrize("pictures", ["png", "h264"])
+def test_observed_windows_are_lerobots_delta_timestamps(
+    write_folder: WriteFolder, seen_by_lerobot: SeenByLeRobot, make_episode: MakeEpisode, pictures: Pictures
+) -> None:
+    """Pictures, states and the mask, at every sample of two episodes."""
+    store = write_folder([make_episode(seed=seed, steps=6 + seed, size=16) for seed in range(2)], pictures)
+    offsets, names = (-4, -1, 0, 2), [*IMAGE_FEATURES.values(), "observation.state"]
+    theirs = seen_by_lerobot(store.folder, delta_timestamps={name: [offset / 20 for offset in offsets] for name in names})
+    windows = EpisodeDataset(list_episodes([store.folder])).observed_windows(np.arange(len(theirs)), offsets)
+    for index in range(len(theirs)):
+        item = theirs[index]
+        assert windows.mask_BT[index].tolist() == (~item["observation.state_is_pad"]).tolist()
+        assert np.array_equal(windows.states_BTS[index], item["observation.state"].numpy())
+        for view, feature in enumerate(IMAGE_FEATURES.values()):
+            pixels = (item[feature].numpy().transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)
+            assert np.array_equal(windows.images_BTVHWC[index, :, view], pixels)
+
+
 def test_spawned_workers_read_folders(write_folder: WriteFolder, make_episode: MakeEpisode) -> None:
     dataset = EpisodeDataset(list_episodes([write_folder([make_episode(size=16)], "h264").folder]))
     alone, workers = TrainLoader(dataset, 4, 6, seed=0), TrainLoader(dataset, 4, 6, seed=0, workers=1)

@@ -39,13 +39,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes for each case and loader")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        run_fresh(MODULE, "prepare", folder, str(options.episodes))
+        written = run_fresh(MODULE, "prepare", folder, str(options.episodes))
+        print(json.dumps(written), flush=True)
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         rows = [_case(case, folder, options.samples, options.rounds) for case in ("png", "video", "windows", "hdf5")]
     ratio = min(row["ratio"] / BARS[row["case"]] for row in rows if "ratio" in row)
     fraction = min(row["fraction_of_limit"] for row in rows if row["case"] in LIMITED)
     print(f"smallest ratio over its bar: {ratio:.2f}; smallest fraction of bare decoding: {fraction:.2f} (bar {BAR_LIMIT})", flush=True)
-    status = finish("loader", ratio, 1.0, fraction, rows, options)
+    status = finish("loader", ratio, 1.0, fraction, [*rows, written], options)
     return status if fraction >= BAR_LIMIT else 1
 
 
@@ -65,19 +66,31 @@ def _case(case: str, folder: str, samples: int, rounds: int) -> dict[str, Any]:
 
 
 def prepare(folder: Path, episodes: int) -> dict[str, Any]:
-    """Record demonstrations as HDF5, and the same in both forms of LeRobot; sizes and write rates."""
+    """Record demonstrations as HDF5, write them in the forms of LeRobot; size and CPU time of each form per control step."""
     from vla_rl.collection.collect import collect
     from vla_rl.collection.config import CollectConfig
-    from vla_rl.datasets.edit import convert
+    from vla_rl.datasets.episodes import load_episode
+    from vla_rl.datasets.lerobot_store import LeRobotStore
+    from vla_rl.datasets.store import EpisodeStore, list_episodes
     from vla_rl.sim.pool import PoolConfig
 
-    recipe = CollectConfig(
-        str(folder / "run"), episodes_per_task=episodes, frame_every=1, pool=PoolConfig("serial", 1), show_progress=False
-    )
-    collect(recipe)
-    convert([folder / "run"], folder / "png", "lerobot", "png")
-    convert([folder / "run"], folder / "video", "lerobot", "av1")
-    return {}
+    pool = PoolConfig("serial", 1)
+    collect(CollectConfig(str(folder / "run"), episodes_per_task=episodes, frame_every=1, pool=pool, show_progress=False))
+    recorded = [load_episode(info) for info in list_episodes([folder / "run"])]
+    stores = {"hdf5 lzf": EpisodeStore(folder / "lzf", "lzf"), "hdf5 gzip": EpisodeStore(folder / "gzip", "gzip")}
+    stores |= {"png": LeRobotStore(folder / "png", "png")}
+    stores |= {"av1": LeRobotStore(folder / "video", "av1"), "h264": LeRobotStore(folder / "h264", "h264")}
+    return {"case": "written", "unit": "per control step", **{name: _written(store, recorded) for name, store in stores.items()}}
+
+
+def _written(store: Any, episodes: Sequence[Any]) -> dict[str, float]:
+    start, steps = time.process_time(), sum(episode.num_steps for episode in episodes)
+    with store.writing():
+        for number, episode in enumerate(episodes):
+            store.write(number, episode, 1)
+    seconds = time.process_time() - start
+    size = sum(path.stat().st_size for path in store.folder.rglob("*") if path.is_file())
+    return {"kib": round(size / steps / 1024, 2), "ms": round(1000 * seconds / steps, 2)}
 
 
 def measure(folder: Path, case: str, loader: str, samples: int) -> dict[str, float]:
