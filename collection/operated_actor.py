@@ -73,8 +73,8 @@ class _Seat:
     """When the last action was sent; None: at the beginning and after a rest."""
     in_flight: int = 0
     """Actions that the env was told to execute and has not answered for."""
-    seen_step: int = -1
-    """Picture behind them."""
+    seen_step: int | None = -1
+    """Picture behind them; None while an undone take is executed again, whose log says it already."""
     pressed_s: float | None = None
     """Key press behind them."""
     replay: deque[ActionChunk] = field(default_factory=deque[ActionChunk])
@@ -116,7 +116,7 @@ class OperatedActor:
         self._meters, self._preempt, self._obey = meters, preempt, obey
         self._idle_steps, self._operator_views = idle_steps, operator_views
         self._seats: dict[int, _Seat] = {}
-        self._resumed: dict[str, tuple[str, list[ActionChunk]]] = {}
+        self._resumed: dict[str, tuple[str, deque[ActionChunk], TakeLog]] = {}
         self._takes = 0
 
     def start(self, env: int, spec: EpisodeSpec) -> None:
@@ -124,8 +124,9 @@ class OperatedActor:
         if self._policy is not None:
             self._policy.start(env, spec)
         self._takes += 1
-        take, replay = self._resumed.pop(spec.key, (f"{spec.key}#{self._takes}", []))
-        self._seats[env] = _Seat(spec, replay=deque(replay))
+        fresh = (f"{spec.key}#{self._takes}", deque[ActionChunk](), TakeLog())
+        take, replay, log = self._resumed.pop(spec.key, fresh)
+        self._seats[env] = _Seat(spec, replay=replay, log=log)
         self._control.started(env, take)
         if self._script is not None:
             self._script.begin(env, spec)
@@ -172,9 +173,9 @@ class OperatedActor:
             device.close()
         self.alarm.close()
 
-    def resume(self, take: str, spec: EpisodeSpec, chunks: Iterable[ActionChunk]) -> None:
-        """When `spec` starts next, it is `take` again, and begins by executing these chunks."""
-        self._resumed[spec.key] = take, list(chunks)
+    def resume(self, spec: EpisodeSpec, chunks: Iterable[ActionChunk], log: TakeLog) -> None:
+        """When `spec` starts next, it is the take of `log` again, and begins by executing what it had executed."""
+        self._resumed[spec.key] = log.take, deque(chunks), log
 
     def period_s(self, env: int) -> float | None:
         """Mean of the last actions' distances in time in `env` (s); None: too few, or running free."""
@@ -231,7 +232,7 @@ class OperatedActor:
         return None
 
     def _again(self, seat: _Seat) -> ActionChunk:
-        seat.seen_step = -1
+        seat.seen_step = None
         return seat.replay.popleft()
 
     def _operator_answer(self, env: int, seat: _Seat, observation: Observation) -> ActionChunk | None:
@@ -323,7 +324,8 @@ class OperatedActor:
         self._control.stepped(env, executed)
         if self._script is not None and executed:
             self._script.stepped(env, executed)
-        seat.log.seen_step += [seat.seen_step] * executed
+        if seat.seen_step is not None:
+            seat.log.seen_step += [seat.seen_step] * executed
         seat.in_flight = 0
         if seat.pressed_s is not None:
             seat.log.latency_s.append(time.perf_counter() - seat.pressed_s)

@@ -75,7 +75,7 @@ class Session:
         self.closing = False
         self._numbers, self._source, self._control, self._board = numbers, source, control, board
         self._inbox: queue.SimpleQueue[tuple[str, Said, Answer]] = queue.SimpleQueue()
-        self._finished: dict[str, Episode] = {}
+        self._finished: dict[str, tuple[Episode, TakeLog]] = {}
         self._local: Device | None = self._open_local_device()
 
     def attach(self, actor: OperatedActor, writer: TakeWriter, meters: Sequence[EnvMeter]) -> None:
@@ -111,7 +111,7 @@ class Session:
         if not counts(episode):
             return
         logged = replace(episode, provenance={**episode.provenance, **_log_values(log)})
-        self._finished[log.take] = logged
+        self._finished[log.take] = episode, log
         for old in list(self._finished)[:-KEPT_TAKES]:
             del self._finished[old]
         self._writer.write(self._numbers[episode.spec.key], logged, provenance_of(self.config, episode.spec))
@@ -176,11 +176,11 @@ class Session:
 
     def _undo(self, operator: str) -> None:
         take = self._control.undo(operator)
-        episode = self._finished.pop(take, None)
-        if episode is None:  # it had not ended yet, and goes on
+        if take not in self._finished:  # it had not ended yet, and goes on
             return
+        episode, log = self._finished.pop(take)
         self._writer.remove(self._numbers[episode.spec.key], discarded=False)
-        self._actor.resume(take, episode.spec, chunks_of(episode))
+        self._actor.resume(episode.spec, chunks_of(episode), log)
         self._source.resume(episode.spec)
 
     def _forget(self, number: int) -> None:

@@ -201,7 +201,7 @@ def test_an_undone_take_goes_on_where_it_ended() -> None:
     with closing(table.pool), closing(table.actor):
         (before,) = run_episodes(table.pool, table.actor, source, lambda spec: look)
         take = table.control.undo("ada")
-        table.actor.resume(take, SPECS[0], chunks_of(before))
+        table.actor.resume(SPECS[0], chunks_of(before), table.actor.logs[before.spec.key])
         table.at(0, 5, lambda: table.control.take_over(0, "ada"))
         (after,) = run_episodes(table.pool, table.actor, ListSource(SPECS[:1]), lambda spec: look)
     assert (before.num_steps, after.num_steps) == (5, 8) and take == "reach/0/sampled:0/s0#1"
@@ -211,6 +211,8 @@ def test_an_undone_take_goes_on_where_it_ended() -> None:
     ]
     np.testing.assert_array_equal(states[1][:5], states[0])
     assert hands(after) == [True] * 8 and after.outcome is Outcome.FAILURE
+    log = table.actor.logs[after.spec.key]
+    assert log.seen_step == [7] * 8 and log.operators == ["ada", "ada"] and log.take == take, "what was known of it is still known"
 
 
 def scripted_results(backend: Literal["serial", "process"], envs: int, switching: Switching) -> dict[str, tuple[list[bool], bytes]]:
