@@ -42,12 +42,12 @@ GROUPS = GroupSettings(size=2, filter=GroupFilter(lowest_success=0.0, highest_su
 GRPO = replace(PPO, advantage="group_mean", critic=None, group=GROUPS, normalize_advantages=False)
 
 
-def save_random_policy(folder: Path, seed: int = 0, outputs: float = 0.05) -> None:
+def save_random_policy(folder: Path, seed: int = 0, outputs: float = 0.05, resolution: int = RESOLUTION) -> None:
     """Random weights whose velocities depend on everything (a fresh policy's are zero)."""
     generator = np.random.default_rng(0)
     states, actions = generator.normal(size=(200, STATE_DIM)), generator.uniform(-1, 1, size=(200, ACTION_DIM))
     statistics = Statistics({STATE: FeatureStats.from_values(states), ACTION: FeatureStats.from_values(actions)})
-    policy = make_policy(POLICY, statistics, policy_spec(POLICY, RESOLUTION), seed)
+    policy = make_policy(POLICY, statistics, policy_spec(POLICY, resolution), seed)
     torch.nn.init.normal_(policy.model.action_out_proj.weight, std=outputs, generator=torch.Generator().manual_seed(seed))
     save_policy(policy, folder)
 

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from vla_rl.cluster.errors import RoleLost, RoleName
 
+LOOPBACK = "127.0.0.1"
+"""How roles on the driver's own machine reach it."""
+
 
 class Parcel(Protocol):
     """Something large that lies where it was made; a message can carry it."""
@@ -50,21 +53,6 @@ class Held:
         """See `Parcel.release`: memory goes with the last reference."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One item of a parcel that holds a list. The whole parcel stays as long as Python keeps it."""
-
-    whole: Parcel
-    index: int
-
-    def fetch(self) -> Any:
-        """See `Parcel.fetch`."""
-        return self.whole.fetch()[self.index]
-
-    def release(self) -> None:
-        """See `Parcel.release`: other parts may still be needed."""
-
-
 class Pending(Protocol):
     """A call that was made."""
 
@@ -96,6 +84,9 @@ class Member(Protocol):
 
 class Backend(Protocol):
     """Places roles."""
+
+    host: str
+    """Address under which roles reach the driver."""
 
     def start(self, role: str, rank: int, make: Callable[..., Any], *arguments: Any) -> Member:
         """Start a role: `make(*arguments)` runs where it is placed. Where that rank ran before, this is its next life."""

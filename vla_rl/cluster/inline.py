@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from vla_rl.cluster.backend import Held, Member, Pending, Sealed
+from vla_rl.cluster.backend import LOOPBACK, Held, Member, Pending, Sealed
 from vla_rl.cluster.errors import RoleLost, RoleName
 
 
@@ -38,6 +38,8 @@ class InlineMember:
 
 class InlineBackend:
     """See the module's docstring."""
+
+    host = LOOPBACK
 
     def __init__(self) -> None:
         self._roles = ExitStack()

@@ -24,7 +24,7 @@ class Slot:
 
 
 def plan_placement(config: ClusterConfig) -> list[Slot]:
-    """A slot for every role: trainer ranks in order over the machines, then workers; a colocated worker takes its rank's seat.
+    """A slot for every role: trainer ranks first, then workers, evenly over the machines; a colocated worker takes its rank's seat.
 
     Raises ConfigError where the GPUs are too few.
     """
@@ -39,11 +39,11 @@ def plan_placement(config: ClusterConfig) -> list[Slot]:
         )
     if config.nodes > places:
         raise ConfigError(f"cluster.nodes is {config.nodes}, but there are only {places} places to fill; use fewer nodes, or more roles")
-    seats = gpus or -(-places // config.nodes)
+    seats = [(node, seat) for node in range(config.nodes) for seat in range(places // config.nodes + (node < places % config.nodes))]
     share = 0.0 if not gpus else 0.5 if colocated else 1.0
 
     def slot(role: str, rank: int, place: int) -> Slot:
-        return Slot(role, rank, place // seats, place % seats, gpus > 0, share)
+        return Slot(role, rank, *seats[place], gpus > 0, share)
 
     trainers = [slot("trainer", rank, rank) for rank in range(ranks)]
     return trainers + [slot("worker", worker, worker if colocated else ranks + worker) for worker in range(workers)]

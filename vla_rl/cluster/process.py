@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vla_rl.cluster.backend import Member, Pending, Sealed
+from vla_rl.cluster.backend import LOOPBACK, Member, Pending, Sealed
 from vla_rl.cluster.config import ClusterConfig
 from vla_rl.cluster.errors import RoleLost, RoleName
 from vla_rl.cluster.placement import Slot, plan_placement
@@ -30,8 +30,6 @@ NOTICE_S = 1.0
 """How long the system may take to report the end of a process whose peers noticed it already."""
 LAST_LINES = 15
 """Lines of a lost role's log that its error shows."""
-PRELOADED = ("torch", "vla_rl.engine.checkpoint", "vla_rl.weights.transport", "vla_rl.sim.pool")
-"""Imported once, in the process from which roles are forked."""
 
 
 class _ProcessCall:
@@ -121,13 +119,15 @@ class ProcessMember:
 class ProcessBackend:
     """See the module's docstring."""
 
-    def __init__(self, config: ClusterConfig, run_dir: Path, spans: Path | None) -> None:
-        """Roles print into `run_dir/logs/`, and add their spans to `spans`."""
+    host = LOOPBACK
+
+    def __init__(self, config: ClusterConfig, run_dir: Path, spans: Path | None, preload: Sequence[str] = ()) -> None:
+        """Roles print into `run_dir/logs/`, and add their spans to `spans`. `preload` is imported once, where roles are forked from."""
         self._config, self._logs, self._spans = config, run_dir / "logs", spans
         self._slots = {(slot.role, slot.rank): slot for slot in plan_placement(config)}
         self._members: list[ProcessMember] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
+        self._context.set_forkserver_preload(list(preload))
         _allow_many_files()
 
     def start(self, role: str, rank: int, make: Callable[..., Any], *arguments: Any) -> ProcessMember:

@@ -24,7 +24,9 @@ from vla_rl.telemetry.spans import open_span_log
 CLOSE = "close"
 """The method whose call ends the process."""
 GRACE_S = 10.0
-"""How long a role may take to end by itself, when it is asked to or when its driver is gone."""
+"""How long a role may take to end by itself when it is asked to."""
+ORPHAN_GRACE_S = 1.0
+"""The same when its driver is gone: nobody will read what it makes."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,9 @@ def _settle_in(surroundings: Surroundings) -> None:
 
 
 def _end_with_driver(descriptor: int) -> None:
-    """End this process when the driver's end of the pipe is gone for longer than a clean end takes (a role may compute, or hang)."""
+    """End this process soon after the driver's end of the pipe is gone, also where a role computes or hangs."""
     poll = select.poll()
     poll.register(descriptor, 0)
     poll.poll()
-    time.sleep(GRACE_S)
+    time.sleep(ORPHAN_GRACE_S)
     os._exit(1)

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 JOIN_S = 300.0
@@ -22,8 +22,7 @@ class Rendezvous:
 
     def store(self, group: str) -> Store:
         """A connection to it, with names of one group only."""
-        client = dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=JOIN_S))  # pyright: ignore[reportPrivateImportUsage]
-        return PrefixStore(group, client)
+        return PrefixStore(group, TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=JOIN_S)))
 
 
 class MeetingPlace:
@@ -33,9 +32,7 @@ class MeetingPlace:
         """`host` is the address under which the other machines reach this one."""
         listener = socket.create_server((host, 0), backlog=128)
         port = listener.getsockname()[1]
-        self._store: Store | None = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._store: Store | None = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         self.address = Rendezvous(host, port)
 
     def close(self) -> None:

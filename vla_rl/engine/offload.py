@@ -14,8 +14,8 @@ from vla_rl.engine.tensors import local_tensor
 class Offload:
     """Moves an engine's moments (and average) between its device and host memory, in place: no tensor is replaced.
 
-    A moment that is away has an empty storage, so that whoever reads it by mistake gets an error and not old numbers.
-    On a CPU the same happens between two places in host memory: nothing is won, and everything is tested.
+    A moment that is away has an empty storage. On a CPU the same happens between two places in host memory: nothing is won, and
+    everything is tested.
     """
 
     def __init__(self, engine: Engine) -> None:

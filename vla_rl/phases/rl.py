@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from vla_rl.cluster.backend import call_all
 from vla_rl.cluster.open import open_backend, open_meeting
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
 from vla_rl.phases.loggers import MetricLog
@@ -26,12 +25,12 @@ from vla_rl.phases.rl_batches import advantages, row_scalars, staleness
 from vla_rl.phases.rl_best import evaluate_and_keep_best
 from vla_rl.phases.rl_collect import Collector, Rollouts
 from vla_rl.phases.rl_config import RlConfig
-from vla_rl.phases.rl_crew import Crew
+from vla_rl.phases.rl_crew import ROLES, Crew, MakeTrainer
 from vla_rl.phases.rl_episodes import drop_steps_after, write_rows
 from vla_rl.phases.rl_report import step_report
 from vla_rl.phases.rl_rollout import Rollout
 from vla_rl.phases.rl_specs import training_scenes
-from vla_rl.phases.rl_trainer import with_payload
+from vla_rl.phases.rl_trainer import TrainerRank
 from vla_rl.sim.factory import make_env
 from vla_rl.sim.pool import MakeEnv
 from vla_rl.telemetry.run_directory import RunDirectory
@@ -54,7 +53,7 @@ class _Run:
     """Highest success rate on validation scenes so far."""
 
 
-def run_rl(config: RlConfig, make_env: MakeEnv = make_env) -> int:
+def run_rl(config: RlConfig, make_env: MakeEnv = make_env, make_trainer: MakeTrainer = TrainerRank) -> int:
     """Train, or go on training, until `config.steps`. Returns 0, or 130 after Ctrl-C (with a checkpoint written).
 
     Raises ConfigError for a run directory of another recipe, ConnectError for a policy and an env that do not fit, CheckpointError for
@@ -63,7 +62,7 @@ def run_rl(config: RlConfig, make_env: MakeEnv = make_env) -> int:
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        rl = _prepare(config, make_env, stack)
+        rl = _prepare(config, make_env, make_trainer, stack)
         log = stack.enter_context(MetricLog(rl.run, config.loggers, config, rl.step))
         drop_steps_after(rl.run.episodes_file, rl.step)
         progress = stack.enter_context(UpdateProgress("rl", config.steps, rl.step, config.show_progress))
@@ -150,12 +149,12 @@ def _measures_noise(rl: _Run) -> bool:
     return every > 0 and rl.step % every == 0 and rl.config.algorithm.policy_coefficient(rl.step) > 0
 
 
-def _prepare(config: RlConfig, make_env: MakeEnv, stack: ExitStack) -> _Run:
+def _prepare(config: RlConfig, make_env: MakeEnv, make_trainer: MakeTrainer, stack: ExitStack) -> _Run:
     """Everything up to the first step: the roles, connected by weights, and the last checkpoint if there is one."""
     run = RunDirectory.open(config.run_dir, config)
     scenes = training_scenes(config)
-    backend = stack.enter_context(closing(open_backend(config.cluster, run.path, run.spans_file)))
-    crew = Crew(config, backend, make_env, open_meeting(backend, stack))
+    backend = stack.enter_context(closing(open_backend(config.cluster, run.path, run.spans_file, ROLES)))
+    crew = Crew(config, backend, make_env, make_trainer, open_meeting(backend, stack))
     executor = None if config.cluster.backend == "inline" else ThreadPoolExecutor(1, thread_name_prefix="rollouts")
     rollouts = Rollouts(Collector(config, scenes, crew), executor, config.steps, config.algorithm.max_staleness)
     stack.callback(rollouts.close)
@@ -166,12 +165,12 @@ def _prepare(config: RlConfig, make_env: MakeEnv, stack: ExitStack) -> _Run:
 
 
 def _resume(rl: _Run) -> None:
-    """Go on from the last checkpoint, on every trainer rank and here."""
-    sealed = call_all(rl.crew.backend, rl.crew.trainers, "resume", rl.run.checkpoints)[0]
-    extra, pending = sealed.value
+    """Go on from the last checkpoint, on every trainer rank and here; rollouts that no update saw come back as parcels of rank 0."""
+    extra, pending = rl.crew.train("resume", rl.run.checkpoints)
     if extra is not None:
         rl.step, rl.best = extra["step"], extra["best"]
-        rl.rollouts.resume(rl.step, extra["next_group"], with_payload(pending, sealed.payload))
+        whole = [rollout.with_parcels(lambda parcel: rl.crew.trainers[0].call("restored").result().payload) for rollout in pending]
+        rl.rollouts.resume(rl.step, extra["next_group"], whole)
 
 
 def _save(rl: _Run) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vla_rl.algorithms.batches import require_divisible
 from vla_rl.algorithms.config import AlgorithmConfig
 from vla_rl.cluster.config import ClusterConfig
-from vla_rl.config import ConfigError
+from vla_rl.config import ConfigError, nearest_name
 from vla_rl.datasets.loader import DataConfig
 from vla_rl.engine.config import EngineConfig
 from vla_rl.phases.evaluation import EvaluationConfig
@@ -15,6 +15,7 @@ from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.noise_head import NoiseHeadConfig
+from vla_rl.policies.pi0.config import PI0_PRESETS
 from vla_rl.policies.tokens.vllm_engine import VllmConfig
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
@@ -28,6 +29,8 @@ class RlConfig:
     """Where checkpoints, metrics and spans go; starting again with the same directory resumes."""
     initial_policy: str
     """Folder of the saved policy to start from, such as `runs/sft/checkpoints/last/policy`. It also is the reference of `algorithm.kl`."""
+    initial_sizes: str | None = None
+    """Named sizes that the initial policy must have, such as `pi05_base`; a dry run takes them from here while the folder is not made."""
     suite: str = "libero_object"
     """A LIBERO suite, or `reach`."""
     tasks: tuple[int, ...] = ()
@@ -94,6 +97,8 @@ class RlConfig:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
+        if self.initial_sizes is not None and self.initial_sizes not in PI0_PRESETS:
+            raise ConfigError(f"initial_sizes is {self.initial_sizes!r}{nearest_name(self.initial_sizes, list(PI0_PRESETS))}")
         if self.seed > 49:
             raise ConfigError(f"seed is {self.seed}; allowed: 0 to 49, because each has 20,000 of the million training scenes to itself")
         if (self.suite == "reach") != (self.env.kind == "reach"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vla_rl.cluster.backend import Backend, Member, Pending, call_all, gather
@@ -18,6 +18,10 @@ from vla_rl.weights.errors import WeightSyncError
 from vla_rl.weights.transport import CollectiveAddress, Transport
 
 _LOG = logging.getLogger(__name__)
+ROLES = ("vla_rl.phases.rl_trainer", "vla_rl.phases.rl_worker")
+"""Modules of the roles."""
+MakeTrainer = Callable[[RlConfig, int, Rendezvous | None], TrainerRank]
+"""Makes a trainer rank where it runs; importable there."""
 MOST_LIVES = 3
 """How often in a row a worker may be lost without one episode in between."""
 TRANSPORTS: dict[str, Transport] = {"inline": "in_place", "process": "shared_memory", "ray": "collective"}
@@ -27,10 +31,14 @@ TRANSPORTS: dict[str, Transport] = {"inline": "in_place", "process": "shared_mem
 class Crew:
     """Trainer ranks and rollout workers. The trainer's methods are for the driver's main thread, the others for who makes rollouts."""
 
-    def __init__(self, config: RlConfig, backend: Backend, make_env: MakeEnv, meeting: Rendezvous | None) -> None:
+    def __init__(
+        self, config: RlConfig, backend: Backend, make_env: MakeEnv, make_trainer: MakeTrainer, meeting: Rendezvous | None
+    ) -> None:
         """Start every role; they come up at the same time. Raises what the first one raises that does not."""
         self.backend, self._config, self._make_env, self._meeting = backend, config, make_env, meeting
-        self.trainers = [backend.start("trainer", rank, TrainerRank, config, rank, meeting) for rank in range(config.cluster.trainer_ranks)]
+        self.trainers = [
+            backend.start("trainer", rank, make_trainer, config, rank, meeting) for rank in range(config.cluster.trainer_ranks)
+        ]
         self.workers = [self._start_worker(index) for index in range(config.cluster.rollout_workers)]
         self._lives = [1] * len(self.workers)
         members: list[Member] = [*self.trainers, *self.workers]
@@ -63,13 +71,11 @@ class Crew:
             return self._push(version)
 
     def begin(self) -> None:
-        """Have every worker pull the newest weights, the lost ones replaced first."""
-        while True:
-            losses = [(worker, loss) for worker, member in enumerate(self.workers) if (loss := self.backend.loss_of(member)) is not None]
-            for worker, loss in losses:
-                self.replace(worker, loss)
-            if self._delivered:
-                break
+        """Have every worker pull the newest weights; where a worker died in a push, nobody has them before it was replaced."""
+        while not self._delivered:
+            for worker, member in enumerate(self.workers):
+                if (loss := self.backend.loss_of(member)) is not None:
+                    self.replace(worker, loss)
         self.call_each("begin", [()] * len(self.workers))
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -119,7 +125,8 @@ class Crew:
             return
         assert self._meeting is not None, "roles on several machines have a place to meet"
         generation = 0 if self._address is None else self._address.generation + 1
-        channel = "nccl" if self._config.cluster.gpus_per_node else "gloo"
+        cluster = self._config.cluster
+        channel = "nccl" if cluster.gpus_per_node and cluster.placement == "split" else "gloo"  # NCCL wants a GPU per member
         self._address = CollectiveAddress(self._meeting, generation, len(self.workers), channel)
         calls = [member.call("connect", self._address, beside=True) for member in self.workers]
         calls += [member.call("open_weights", self._transport, self._address) for member in self.trainers]

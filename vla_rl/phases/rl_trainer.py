@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vla_rl.cluster.backend import Held, Parcel, Part, Sealed
+from vla_rl.cluster.backend import Held, Parcel, Sealed
 from vla_rl.cluster.rendezvous import Rendezvous
 from vla_rl.config import ConfigError
 from vla_rl.engine.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
@@ -23,7 +23,7 @@ from vla_rl.episode import Episode
 from vla_rl.phases.rl_batches import Advantages, TrainingRows, training_rows
 from vla_rl.phases.rl_cloning import CloningStream, open_cloning
 from vla_rl.phases.rl_config import RlConfig
-from vla_rl.phases.rl_heads import with_heads
+from vla_rl.phases.rl_heads import load_initial, with_heads
 from vla_rl.phases.rl_rollout import Rollout
 from vla_rl.phases.rl_update import CRITIC, Learner, Scores, kl_penalty, make_targets, measure_gradient_noise, score, update
 from vla_rl.policies.checkpoint import load_policy, save_policy
@@ -43,6 +43,7 @@ class TrainerRank:
         world = _join(config, rank, meeting)
         self.learner, self._cloning = open_learner(config, world)
         self._sender: Sender | None = None
+        self._restored: list[Episode] = []
         self._rows: TrainingRows | None = None
         self._reference: Scores | None = None
         self._offload = Offload(self.learner.engine)
@@ -51,17 +52,21 @@ class TrainerRank:
         """Actions per chunk of the policy."""
         return self.learner.policy.spec.chunk_length
 
-    def resume(self, checkpoints: Path) -> Sealed:
-        """Go on from the last checkpoint: `Sealed((what the driver saved, rollouts), their episodes)`; the first is None without one."""
+    def resume(self, checkpoints: Path) -> tuple[dict[str, Any] | None, list[Rollout]]:
+        """Go on from the last checkpoint: what the driver saved (None without one), and rollouts whose episodes `restored` hands out."""
         folder = last_checkpoint(checkpoints)
         if folder is None:
-            return Sealed((None, []), [])
+            return None, []
         extra = load_checkpoint(self.learner.engine, folder)
         if self._cloning is not None:
             self._cloning.load_state_dict(extra["cloning"])
         pending: list[Rollout] = pickle.loads((folder / ROLLOUTS_FILE).read_bytes()) if extra["pending"] else []
-        episodes = [parcel.fetch() for rollout in pending for parcel in _every(rollout)]
-        return Sealed((extra, [rollout.with_parcels(lambda parcel: Held(None)) for rollout in pending]), episodes)
+        self._restored = [parcel.fetch() for rollout in pending for parcel in (*rollout.parcels[0], *rollout.parcels[1])]
+        return extra, [rollout.with_parcels(lambda parcel: Held(None)) for rollout in pending]
+
+    def restored(self) -> Sealed:
+        """The next episode of the rollouts that `resume` found, as a payload."""
+        return Sealed(None, self._restored.pop(0))
 
     def open_weights(self, transport: Transport, address: CollectiveAddress | None = None) -> Any:
         """Start, or start again, to hand out weights; rank 0 returns where workers connect."""
@@ -139,7 +144,7 @@ class TrainerRank:
 
 def open_learner(config: RlConfig, world: World) -> tuple[Learner, CloningStream | None]:
     """The engine with the policy that learns, its frozen companions, and the demonstrations of a recipe."""
-    initial = load_policy(config.initial_policy)
+    initial = load_initial(config)
     cloning = open_cloning(config, initial) if config.demonstrations is not None else None
     learner = Learner(
         engine=Engine(with_heads(config, initial), config.engine, config.steps, world, groups=(CRITIC,)),
@@ -153,16 +158,6 @@ def open_learner(config: RlConfig, world: World) -> tuple[Learner, CloningStream
         next_samples=cloning.next_samples if cloning is not None else None,
     )
     return learner, cloning
-
-
-def with_payload(pending: Sequence[Rollout], whole: Parcel) -> list[Rollout]:
-    """The driver's side of `resume`: rollouts whose parcels are parts of the one that came with them."""
-    numbers = iter(range(sum(len(_every(rollout)) for rollout in pending)))
-    return [rollout.with_parcels(lambda parcel: Part(whole, next(numbers))) for rollout in pending]
-
-
-def _every(rollout: Rollout) -> list[Parcel]:
-    return [*rollout.parcels[0], *rollout.parcels[1]]
 
 
 def _join(config: RlConfig, rank: int, meeting: Rendezvous | None) -> World:

@@ -25,6 +25,7 @@ from vla_rl.engine.engine import Engine, LossResult
 from vla_rl.episode import ACTION_DIM
 from vla_rl.phases.rl_batches import Advantages, TrainingRows
 from vla_rl.phases.rl_loss import MicroBatch, Targets, row_loss
+from vla_rl.phases.sft import training_batch
 from vla_rl.policies.base import LossSums, ScoredTransitions
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.module import PolicyModule
@@ -203,7 +204,7 @@ def _gradient(learner: Learner, targets: Targets, row_B: Tensor, step: int, gaps
 
 
 def _clone(learner: Learner, kl: float) -> dict[str, float]:
-    """Add the gradient of behaviour cloning to the one that is accumulated."""
+    """Add the gradient of behaviour cloning to the one that is accumulated; each rank takes its share of the samples."""
     cloning = learner.algorithm.cloning
     if learner.next_samples is None:
         return {}
@@ -211,15 +212,17 @@ def _clone(learner: Learner, kl: float) -> dict[str, float]:
     weight = cloning_coefficient(cloning.coefficient, kl, cloning.full_at_kl)
     if not weight:
         return {"cloning_weight": 0.0}
-    size = learner.algorithm.micro_batch_size_per_rank
-    parts = [slice(start, start + size) for start in range(0, len(seeds), size)]
+    size, world = learner.algorithm.micro_batch_size_per_rank, learner.engine.world
+    share = len(seeds) // world.size  # without a rest: RlConfig checks it
+    ends = (world.rank * share, (world.rank + 1) * share)
+    parts = [slice(start, min(start + size, ends[1])) for start in range(*ends, size)]
 
     def loss(policy: PolicyModule, part: slice) -> LossSums:
-        batch = policy.preprocess(samples.observations[part], samples.actions_BCA[part], samples.action_mask_BC[part])
+        batch = training_batch(policy, samples, part)
         sums = policy.sft_loss(batch, seeds[part])
         return LossSums(weight * sums.loss_sum, sums.count, {})
 
-    result = learner.engine.forward_backward(parts, loss, lambda part: float(samples.action_mask_BC[part].sum()) * ACTION_DIM)
+    result = learner.engine.forward_backward(parts, loss, samples.target_count)
     return {"cloning_weight": weight, "loss_cloning": result.loss / weight}
 
 

@@ -14,9 +14,8 @@ from vla_rl.cluster.backend import Parcel, Sealed
 from vla_rl.engine.world import device_kind
 from vla_rl.episode import Episode, EpisodeSpec, Float32
 from vla_rl.phases.rl_config import RlConfig
-from vla_rl.phases.rl_heads import with_heads
+from vla_rl.phases.rl_heads import load_initial, with_heads
 from vla_rl.phases.rl_rollout import without_arrays
-from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.tokens.policy import open_vllm
 from vla_rl.policy_actor import PolicyActor
@@ -64,7 +63,7 @@ class RolloutWorker:
     def __init__(self, config: RlConfig, index: int, make_env: MakeEnv) -> None:
         self._config, self._index = config, index
         device = device_kind(config.engine.device, "engine.device")
-        self.policy: PolicyModule = with_heads(config, load_policy(config.initial_policy)).to(device)
+        self.policy: PolicyModule = with_heads(config, load_initial(config)).to(device)
         self._vllm = None if config.vllm is None else open_vllm(self.policy, config.vllm, config.rollout_rows)
         self._pool = make_pool(config.pool, config.env, make_env)
         self._actor = PolicyActor(self.policy, config.rollout_rows, config.initial_policy, 0, device, config.exploration)

@@ -1,0 +1,76 @@
+"""One pair of calls over every transport; and the standby copy that takes a push while the policy acts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+import torch
+from synced_policy import INPUT_BI, SyncedPolicy, change
+
+from vla_rl.cluster.rendezvous import MeetingPlace
+from vla_rl.engine.config import EngineConfig
+from vla_rl.engine.engine import Engine
+from vla_rl.engine.world import World
+from vla_rl.weights.digest import weights_digest
+from vla_rl.weights.errors import VersionError, WeightSyncError
+from vla_rl.weights.layout import held_weights
+from vla_rl.weights.transport import CollectiveAddress, Receiver, Sender, Transport, open_receiver
+
+
+def digest(engine: Engine) -> str:
+    return weights_digest(dict(engine.named_weights()))
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("transport", ["in_place", "shared_memory"])
+def test_a_pull_brings_what_was_pushed(world: World, transport: Transport) -> None:
+    engine, policy = Engine(SyncedPolicy(), EngineConfig(), 1, world), SyncedPolicy()
+    sender = Sender(engine, transport)
+    receiver = open_receiver(sender.address, policy, 0, None)
+    with closing(sender), closing(receiver):
+        for version in (3, 4):
+            change(engine.policy, version)  # type: ignore[arg-type]
+            before = weights_digest(held_weights(policy))
+            sender.push(version)
+            receiver.receive()
+            assert weights_digest(held_weights(policy)) == before, "the policy acts with what it has until it pulls"
+            assert receiver.pull(policy) == receiver.version == version
+            receiver.verify(policy)
+            assert weights_digest(held_weights(policy)) == digest(engine)
+
+
+def connected(threads: ThreadPoolExecutor, engine: Engine, policy: SyncedPolicy, address: CollectiveAddress) -> tuple[Sender, Receiver]:
+    """Both sides of a collective in this process; each waits for the other."""
+    acted_with = None if address.generation == 0 else 1
+    receiver = threads.submit(open_receiver, address, policy, 0, acted_with)
+    return Sender(engine, "collective", address), receiver.result()
+
+
+def test_a_push_arrives_beside_the_policy_and_again_after_a_reconnect(world: World, threads: ThreadPoolExecutor) -> None:
+    place = MeetingPlace("127.0.0.1")
+    engine, policy = Engine(SyncedPolicy(), EngineConfig(), 1, world), SyncedPolicy(seed=1)
+    for generation in (0, 1):  # in the second, the trainer sends the version that the policy acts with once more
+        sender, receiver = connected(threads, engine, policy, CollectiveAddress(place.address, generation, 1, "gloo"))
+        if generation == 0:
+            with pytest.raises(WeightSyncError, match="before the first push"):
+                receiver.pull(policy)
+        change(engine.policy, 1)  # type: ignore[arg-type]
+        arrived = threads.submit(receiver.receive)
+        times = sender.push(1)
+        arrived.result()
+        assert times["nbytes"] == sum(-(-tensor.nbytes // 64) * 64 for tensor in held_weights(SyncedPolicy()).values())
+        assert torch.isfinite(policy.act(INPUT_BI)).all(), "it can act meanwhile"
+        assert receiver.pull(policy) == 1
+        receiver.verify(policy)
+        assert weights_digest(held_weights(policy)) == digest(engine)
+    with pytest.raises(VersionError):
+        sender.push(1)
+    place.close()
