@@ -89,8 +89,8 @@ class OperatedActor:
     period_s: a control period, in real time; None runs free. meters: of the pool that the loop runs (`WatchedPool.meters`).
     idle_steps: after so many control steps without motion of the operator, time stands still until the next motion; None: it
     never does.
-    obey: called at every look, carries out the commands that have come. operator_views: rendered after an operator's action, for
-    learners that look at every chunk's observation.
+    obey: called at every look, carries out the commands that have come. operator_views: rendered before and after an operator's
+    actions too, for learners that look at every chunk's observation.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class OperatedActor:
         if not self._is_due(seat):
             return None
         rows = self._rows_now(env, len(seat.chunk.actions_CA) - seat.used)
-        part = _part(seat.chunk, seat.used, seat.used + rows)
+        part = _part(seat.chunk, seat.used, seat.used + rows, self._operator_views)
         seat.used += rows
         if seat.used == len(seat.chunk.actions_CA):
             seat.chunk = None
@@ -348,7 +348,7 @@ def _ending(verdict: Verdict) -> ActionChunk:
     return ActionChunk(_NO_ACTIONS, finished=True, verdict=verdict)
 
 
-def _part(chunk: ActionChunk, start: int, stop: int) -> ActionChunk:
-    """Rows `start` to `stop` of a chunk, recorded as one with the rows before them; only the last part shows anything."""
+def _part(chunk: ActionChunk, start: int, stop: int, views: tuple[str, ...]) -> ActionChunk:
+    """Rows `start` to `stop` of a chunk, recorded as one with the rows before them; `views` are shown after them."""
     labels_CA: Float32 | None = None if chunk.labels_CA is None else chunk.labels_CA[start:stop]
-    return replace(chunk, actions_CA=chunk.actions_CA[start:stop], labels_CA=labels_CA, continues=start > 0, views=())
+    return replace(chunk, actions_CA=chunk.actions_CA[start:stop], labels_CA=labels_CA, continues=start > 0, views=views)

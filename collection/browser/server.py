@@ -71,6 +71,7 @@ class PageServer:
         self._access = Access(operator.host)
         self._tabs: dict[str, _Tab] = {}
         """By operator."""
+        self._newest: dict[int, Picture] = {}
         self._loop = asyncio.new_event_loop()
         self.address = ""
 
@@ -230,6 +231,9 @@ class PageServer:
     async def _listen_to(self, tab: _Tab) -> None:
         if self._board.snapshot:
             await self._send(tab, self._board.snapshot)
+        for picture in list(self._newest.values()):
+            tab.waiting[picture.env] = picture
+            await self._send_next(tab, picture.env)
         async for message in tab.socket:
             if message.type is not WSMsgType.TEXT:
                 raise BadMessage("only text messages are read")
@@ -254,6 +258,7 @@ class PageServer:
         asyncio.run_coroutine_threadsafe(self._send(tab, {"kind": "refused", "text": text}), self._loop)
 
     def _offer(self, picture: Picture) -> None:
+        self._newest[picture.env] = picture
         for tab in self._tabs.values():
             tab.waiting[picture.env] = picture
             if picture.env not in tab.unseen:

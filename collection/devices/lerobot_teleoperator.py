@@ -8,6 +8,7 @@ joint positions, which LIBERO's end-effector control has no use for: they are re
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,13 +58,25 @@ def make_teleoperator(type_name: str, settings: Mapping[str, Any]) -> Any:
 
 def _config_class(type_name: str) -> type[Any]:
     teleoperators = importlib.import_module("lerobot.teleoperators")
-    importlib.import_module("lerobot.utils.import_utils").register_third_party_plugins()
+    missing = _register(teleoperators)
     known: dict[str, type[Any]] = teleoperators.TeleoperatorConfig.get_known_choices()
     if type_name not in known:
-        raise DeviceMissing(
-            f"LeRobot knows no teleoperator {type_name!r}{nearest_name(type_name, sorted(known))}; install its plugin first"
-        )
+        hint = nearest_name(type_name, sorted(known))
+        without = f" (not looked at, because packages are missing: {'; '.join(missing)})" if missing else ""
+        raise DeviceMissing(f"LeRobot knows no teleoperator {type_name!r}{hint}{without}; install its plugin first")
     return known[type_name]
+
+
+def _register(teleoperators: Any) -> list[str]:
+    """Import LeRobot's own teleoperators and the installed plugins, which register themselves; why some could not be imported."""
+    missing = []
+    for module in pkgutil.iter_modules(teleoperators.__path__):
+        try:
+            importlib.import_module(f"lerobot.teleoperators.{module.name}")
+        except ImportError as error:
+            missing.append(f"{module.name}: {error}")
+    importlib.import_module("lerobot.utils.import_utils").register_third_party_plugins()
+    return missing
 
 
 class _Adapter:

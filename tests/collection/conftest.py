@@ -1,7 +1,8 @@
-"""A recipe that runs in a second: Reach, both envs in this process."""
+"""A recipe that runs in a second: Reach, both envs in this process. Makes the helper modules of this folder importable."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from vla_rl.collection.config import CollectConfig
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
