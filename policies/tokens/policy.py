@@ -32,7 +32,7 @@ from vla_rl.policies.tokens.decoding import CachedSequence, choose, read_whole, 
 from vla_rl.policies.tokens.fast import FastTokenizer
 from vla_rl.policies.tokens.loss import token_loss_sums
 from vla_rl.policies.tokens.reasoning import ReasoningWriter, well_formed
-from vla_rl.policies.tokens.vllm_engine import VllmConfig, VllmEngine
+from vla_rl.policies.tokens.vllm_engine import CPU_HEAD_WIDTHS, VllmConfig, VllmEngine
 from vla_rl.policies.tokens.vocabulary import Vocabulary
 from vla_rl.policies.tokens.written import Written, after, write_with
 
@@ -390,6 +390,10 @@ def open_vllm(policy: PolicyModule, config: VllmConfig, rows: int) -> VllmEngine
     if not isinstance(policy, TokenPolicy) or policy.config.decoding != "autoregressive":
         kind = type(policy).__name__ if not isinstance(policy, TokenPolicy) else f"a token policy of {policy.config.decoding} decoding"
         raise ConfigError(f"vllm is given and the policy is {kind}; vLLM runs token policies of decoding 'autoregressive'")
+    width = policy.config.language.head_width
+    if policy.device.type == "cpu" and width not in CPU_HEAD_WIDTHS:
+        allowed = ", ".join(map(str, CPU_HEAD_WIDTHS))
+        raise ConfigError(f"vllm is given and policy.language.head_width is {width}; vLLM's attention on a CPU has {allowed}")
     prefix = len(policy.spec.views) * policy.config.vision.tokens + policy.config.prompt_tokens + 1
     longest = prefix + policy.text_length + 1 + policy.actions.length + 1
     policy.engine = VllmEngine(config, policy.model.language, rows, longest)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig, make_pool
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+FOR_VLLM = replace(REASONING_CAUSAL, language=replace(REASONING_CAUSAL.language, head_width=32))
+"""vLLM's attention on a CPU has heads of 32 and more."""
 ROWS = 3
 SAMPLING = Exploration(method="tokens", temperature=1.3, reasoning_temperature=0.8)
 GAP = 1e-4
@@ -36,7 +39,7 @@ GAP = 1e-4
 def policy(statistics: Statistics) -> Iterator[TokenPolicy]:
     """A policy that reasons and acts, and the vLLM process that writes for it, with weights version 0."""
     torch.set_num_threads(1)
-    made = make_tokens(REASONING_CAUSAL, statistics)
+    made = make_tokens(FOR_VLLM, statistics)
     engine = open_vllm(made, VllmConfig(python=str(PYTHON)), ROWS)
     with pytest.raises(EngineLost, match="no weights"):
         made.act(made.preprocess([_observation()]), [0])
@@ -140,18 +143,23 @@ def test_what_vllm_refuses_is_an_error_and_not_its_end(policy: TokenPolicy) -> N
 
 def test_an_interpreter_that_is_not_there(statistics: Statistics) -> None:
     with pytest.raises(EngineLost, match=r"vllm.python is 'nowhere/python', which does not exist; `make vllm` builds"):
-        open_vllm(make_tokens(AUTOREGRESSIVE, statistics), VllmConfig(python="nowhere/python"), ROWS)
+        open_vllm(make_tokens(FOR_VLLM, statistics), VllmConfig(python="nowhere/python"), ROWS)
 
 
 def test_a_process_that_keeps_dying_says_why(statistics: Statistics) -> None:
     """This interpreter has no vLLM."""
     with pytest.raises(EngineLost, match=r"started 2 times without an answer(.|\n)*No module named 'vllm'"):
-        open_vllm(make_tokens(AUTOREGRESSIVE, statistics), VllmConfig(python=sys.executable, lives=2), ROWS)
+        open_vllm(make_tokens(FOR_VLLM, statistics), VllmConfig(python=sys.executable, lives=2), ROWS)
 
 
 def test_a_policy_that_vllm_cannot_run(statistics: Statistics) -> None:
     with pytest.raises(ConfigError, match="a token policy of parallel decoding; vLLM runs token policies of decoding 'autoregressive'"):
         open_vllm(make_tokens(PARALLEL, statistics), VllmConfig(), ROWS)
+
+
+def test_heads_that_vllm_has_no_kernel_for(statistics: Statistics) -> None:
+    with pytest.raises(ConfigError, match=r"policy.language.head_width is 16; vLLM's attention on a CPU has 32, 64"):
+        open_vllm(make_tokens(AUTOREGRESSIVE, statistics), VllmConfig(), ROWS)
 
 
 @pytest.mark.parametrize("changes", [{"cache_gib": 0}, {"lives": 0}, {"start_s": 0.0}, {"answer_s": -1.0}])
