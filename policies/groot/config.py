@@ -20,7 +20,7 @@ class ConvBackboneConfig:
     """Strided convolutions (or patches, by `vision.stem`) and a small transformer, trained from scratch."""
     vision: VisionConfig = field(default_factory=VisionConfig)
     """The vision tower."""
-    language: TransformerConfig = field(default_factory=lambda: TransformerConfig(depth=2, mlp_width=256))
+    language: TransformerConfig = field(default_factory=lambda: TransformerConfig(depth=1, mlp_width=256))
     """The layers over image and prompt tokens, which see each other in both directions."""
     vocabulary: int = 1024
     """Rows of the token embedding; at least the tokenizer's size."""
@@ -209,6 +209,8 @@ class GrootConfig:
     """Actions are padded with zeros to this many dimensions (132 in N1.7, 29 in N1.6)."""
     normalization: Normalization = Normalization.MEAN_STD
     """How state and actions are normalised; `quantiles` as published."""
+    clip_outliers: bool = False
+    """Cut normalised states and sampled actions to [-1, 1]; on as published."""
     pad_images: bool = True
     """Whether an image that is not square is padded to keep its proportions or stretched."""
     crop: float = 1.0
@@ -275,6 +277,7 @@ GROOT_PRESETS: dict[str, GrootConfig] = {
         model_state_dim=132,
         model_action_dim=132,
         normalization=Normalization.QUANTILES,
+        clip_outliers=True,
         crop=230 / 256,
         shift_pixels=0,
         state_dropout=0.2,

@@ -47,7 +47,6 @@ class ActionHead(nn.Module):
         self.vlln = nn.LayerNorm(feature_width)
         self.vl_self_attention = SelfAttentionStack(config.vl_attention)
         self.position_embedding = nn.Embedding(config.positions, width)
-        nn.init.normal_(self.position_embedding.weight, std=0.02)
 
     def encode(self, features: Features, state_BS: Tensor, state_mask_B: Tensor | None) -> GrootPrefix:
         """The prefix; rows outside `state_mask_B` get a state token of zeros, as GR00T's state dropout gives."""

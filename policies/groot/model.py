@@ -13,6 +13,9 @@ from vla_rl.policies.groot.conv import ConvBackbone
 from vla_rl.policies.groot.head import ActionHead, GrootPrefix
 from vla_rl.policies.groot.qwen import QwenBackbone
 
+_POSITION_STD = 0.5
+"""Of the first positions of actions: about the spread of the action tokens they are added to."""
+
 
 class GrootModel(nn.Module):
     """A `FlowNetwork` (see `policies/flow_policy.py`) for `views` views."""
@@ -50,6 +53,7 @@ class GrootModel(nn.Module):
                     shrink = (2 * len(stack)) ** -0.5 if name.endswith(("to_out.0", "net.2")) else 1.0
                     nn.init.normal_(module.weight, std=shrink * module.in_features**-0.5)
                     nn.init.zeros_(module.bias)
+        nn.init.normal_(head.position_embedding.weight, std=_POSITION_STD)
         nn.init.zeros_(head.action_decoder.layer2.W)
 
 
