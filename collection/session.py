@@ -226,7 +226,7 @@ def record_session(
 ) -> list[EpisodeRow]:
     """Open the page and record what people show until everything is there or somebody finishes; the rows of this start.
 
-    Raises what `run_episodes` raises, DatasetError and StorageError for what cannot be written, OSError if the port is taken.
+    Raises what `run_episodes` raises, DatasetError and StorageError for what cannot be written, PortTaken.
     """
     operator = config.operator
     assert isinstance(operator, PageOperator)
@@ -247,6 +247,7 @@ def record_session(
         filler = replace(config.pool, workers=1)
         writer = TakeWriter(recorder, journal, lambda: PoolEnv(make_pool(filler, config.env, make_env)), board.written, board.forget)
         stack.callback(writer.close)
+        stack.callback(lambda: print(f"Writing what was recorded last ({writer.waiting} left) ...", flush=True) if writer.waiting else None)
         for number in unfinished:
             writer.write(number, journal.load(number), provenance_of(config, specs[number]))
         period_s = 1.0 / pool.spec.conventions.control_rate_hz

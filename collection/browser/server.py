@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,8 +119,10 @@ class PageServer:
         except OSError as error:
             where = f"{self._operator.host}:{self._operator.port}"
             raise PortTaken(f"the page cannot listen on {where} ({error.strerror}); set operator.port to another, or 0") from error
-        host, port = runner.addresses[0][:2]
-        self.address = f"http://{'localhost' if self._access.local else host}:{port}/"
+        port = runner.addresses[0][1]
+        everywhere = self._operator.host in ("0.0.0.0", "::")
+        name = "localhost" if self._access.local else socket.gethostname() if everywhere else self._operator.host
+        self.address = f"http://{name}:{port}/"
 
     async def _stop(self, runner: web.AppRunner) -> None:
         for tab in list(self._tabs.values()):
@@ -177,24 +180,24 @@ class PageServer:
     async def _socket(self, request: web.Request) -> web.StreamResponse:
         if not same_origin(request.headers.get("Origin"), request.host):
             return _refusal(403, "Another site tried to open this session.")
-        socket = web.WebSocketResponse(max_msg_size=MAX_BYTES, heartbeat=5.0)
-        await socket.prepare(request)
+        connection = web.WebSocketResponse(max_msg_size=MAX_BYTES, heartbeat=5.0)
+        await connection.prepare(request)
         tab: _Tab | None = None
         try:
-            tab = await self._admit(socket)
+            tab = await self._admit(connection)
             if tab is not None:
                 await self._listen_to(tab)
         except BadMessage as error:
-            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=str(error).encode()[:120])
+            await connection.close(code=WSCloseCode.POLICY_VIOLATION, message=str(error).encode()[:120])
         finally:
             if tab is not None and self._tabs.get(tab.hello.operator) is tab:
                 del self._tabs[tab.hello.operator]
                 self._say(tab.hello.operator, self._left(tab.hello.operator), _nobody)
-        return socket
+        return connection
 
-    async def _admit(self, socket: web.WebSocketResponse) -> _Tab | None:
+    async def _admit(self, connection: web.WebSocketResponse) -> _Tab | None:
         """Hear who it is. A second tab of the same browser, or a name that somebody has, is refused; a reload takes its place again."""
-        first = await socket.receive(HELLO_S)
+        first = await connection.receive(HELLO_S)
         hello = parse(first.data) if first.type is WSMsgType.TEXT else None
         if not isinstance(hello, Hello):
             raise BadMessage("the first message must say hello")
@@ -203,14 +206,14 @@ class PageServer:
                 await other.socket.close(code=NEWER_TAB, message=b"this tab was loaded again")
                 self._tabs.pop(other.hello.operator, None)
             elif other.hello.browser == hello.browser:
-                await socket.close(code=TAB_ELSEWHERE, message=b"this session is open in another tab of this browser; use that one")
+                await connection.close(code=TAB_ELSEWHERE, message=b"this session is open in another tab of this browser; use that one")
                 return None
             elif other.hello.operator == hello.operator:
-                await socket.close(
+                await connection.close(
                     code=NAME_TAKEN, message=f"an operator called {hello.operator} is here already; choose another name".encode()
                 )
                 return None
-        tab = _Tab(hello, socket)
+        tab = _Tab(hello, connection)
         self._tabs[hello.operator] = tab
         self._say(hello.operator, self._joined(hello.operator), _nobody)
         await self._send(tab, self._welcome(hello))

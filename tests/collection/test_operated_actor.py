@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,16 +15,21 @@ import pytest
 
 from vla_rl.actors import ActorNeeds
 from vla_rl.bell import Bell
+from vla_rl.collection.config import CollectConfig
 from vla_rl.collection.control import Control, Driver
 from vla_rl.collection.devices.base import Event, Reading
 from vla_rl.collection.devices.scripted import ScriptedOperator, Switching
-from vla_rl.collection.operated_actor import SCRIPT, OperatedActor
+from vla_rl.collection.operated_actor import RECENT_ACTIONS, SCRIPT, OperatedActor
+from vla_rl.collection.operators import PageOperator
+from vla_rl.collection.session_state import Board
 from vla_rl.collection.takes import chunks_of
 from vla_rl.collection.watched_pool import Picture, WatchedPool
+from vla_rl.datasets.store import EpisodeStore
 from vla_rl.episode import VIEWS, ActionChunk, Episode, EpisodeSpec, Observation, Outcome, StepProtocol
 from vla_rl.rollout import ListSource, look_of, run_episodes
-from vla_rl.sim.base import EnvConfig
+from vla_rl.sim.base import ChunkReply, EnvConfig
 from vla_rl.sim.pool import PoolConfig, make_pool
+from vla_rl.sim.reach import ReachEnv
 from vla_rl.sim.reach_expert import ReachExpert
 
 PERIOD_S = 0.05
@@ -238,3 +245,32 @@ def test_the_scripted_operator_depends_on_the_spec_alone() -> None:
         who = one[spec.key][0]
         first = switching.length(spec, 0)
         assert first is not None and 5 <= first <= 9 and not any(who[:first]) and all(who[first : first + 3])
+
+
+def test_a_slow_simulator_slows_time_down_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step takes 80 ms, a period 50: every action still is one control step, none is made up for, and the rate is shown."""
+    step_chunk = ReachEnv.step_chunk
+
+    def slow(self: ReachEnv, *arguments: Any) -> ChunkReply:
+        until = time.perf_counter() + 0.08
+        while time.perf_counter() < until:
+            os.sched_yield()
+        return step_chunk(self, *arguments)
+
+    monkeypatch.setattr(ReachEnv, "step_chunk", slow)
+    table = Table(None, True, {"ada": Hand()}, envs=1)
+    config = CollectConfig(str(tmp_path), "reach", (0,), 1, env=EnvConfig("reach", resolution=32), operator=PageOperator("page"))
+    board = Board(config, SPECS[:1], EpisodeStore(tmp_path), tmp_path / "episodes.jsonl", ())
+    views: list[dict[str, Any]] = []
+
+    def judge() -> None:
+        board.changed = True
+        board.publish(table.control, table.actor, 0)
+        views.extend(board.snapshot["envs"])
+        table.control.judge(0, "ada", Outcome.SUCCESS)
+
+    table.at(0, 0, lambda: table.control.take_over(0, "ada"))
+    table.at(0, RECENT_ACTIONS + 2, judge)
+    (episode,) = table.episodes(SPECS[:1])
+    assert min(table.actor.logs[episode.spec.key].periods_s) >= 0.079
+    assert views[0]["slow"] and 8 < views[0]["rate"] < 12.6
