@@ -123,7 +123,7 @@ class FlowPolicy(PolicyModule):
             record.denoise_index_BK,
             self.config.denoise_steps,
             exploration,
-            ACTION_DIM,
+            self.live_dims,
         )
         value_B = None if self.critic is None else self._value(self.critic, prefix, batch)
         return ScoredTransitions(log_prob_BC, entropy_BC, torch.stack(velocities, 1), value_B)
@@ -141,6 +141,16 @@ class FlowPolicy(PolicyModule):
     def velocity(self, prefix: Any, batch: Batch, x_BCA: Tensor, time_B: Tensor) -> Tensor:
         """dx/dt float32[B, C, A] at `x_BCA` and flow time `time_B`."""
         return self.model.project(self._action_tokens(prefix, batch, x_BCA, time_B))
+
+    @property
+    def live_dims(self) -> int:
+        """How many leading action dimensions count in likelihoods: all 7, without those at the end that the statistics hold constant.
+
+        `postprocess` gives such a dimension its constant whatever the network says, so no executed action depends on it. In a likelihood it
+        would be noise alone: on Reach, where rotation and gripper do nothing, 4 of 7 terms of every gradient.
+        """
+        reaches_robot = self.processor.action.inverse_scale > 0
+        return int(reaches_robot.nonzero().max()) + 1 if bool(reaches_robot.any()) else ACTION_DIM
 
     def augment(self, batch: Batch, uniform_BK: Tensor) -> Batch:
         """The batch as training sees it: images shifted by up to `config.shift_pixels`. `uniform_BK` is what `augment_numbers` counts."""
@@ -164,7 +174,7 @@ class FlowPolicy(PolicyModule):
             noise_BCA,
             draws,
             exploration,
-            ACTION_DIM,
+            self.live_dims,
         )
 
     def _spread_velocity(self, prefix: Any, batch: Batch, x_BCA: Tensor, time_B: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -42,12 +42,20 @@ GROUPS = GroupSettings(size=2, filter=GroupFilter(lowest_success=0.0, highest_su
 GRPO = replace(PPO, advantage="group_mean", critic=None, group=GROUPS, normalize_advantages=False)
 
 
-def save_random_policy(folder: Path, seed: int = 0, outputs: float = 0.05, resolution: int = RESOLUTION) -> None:
-    """Random weights whose velocities depend on everything (a fresh policy's are zero)."""
+def save_random_policy(
+    folder: Path,
+    seed: int = 0,
+    outputs: float = 0.05,
+    resolution: int = RESOLUTION,
+    config: Pi0Config = POLICY,
+    live_dims: int = ACTION_DIM,
+) -> None:
+    """Random weights whose velocities depend on everything (a fresh policy's are zero); actions are constant from `live_dims` on."""
     generator = np.random.default_rng(0)
     states, actions = generator.normal(size=(200, STATE_DIM)), generator.uniform(-1, 1, size=(200, ACTION_DIM))
+    actions[:, live_dims:] = 0.0
     statistics = Statistics({STATE: FeatureStats.from_values(states), ACTION: FeatureStats.from_values(actions)})
-    policy = make_policy(POLICY, statistics, policy_spec(POLICY, resolution), seed)
+    policy = make_policy(config, statistics, policy_spec(config, resolution), seed)
     torch.nn.init.normal_(policy.model.action_out_proj.weight, std=outputs, generator=torch.Generator().manual_seed(seed))
     save_policy(policy, folder)
 
