@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vla_rl.collection.operators import OperatorConfig, ScriptedOperatorConfig
+from vla_rl.collection.operators import OperatorConfig, ReplayOperator, ScriptedOperatorConfig
 from vla_rl.datasets.collected import Format
 from vla_rl.datasets.hdf5 import DEFAULT_COMPRESSION, Compression
 from vla_rl.datasets.lerobot_format import Pictures
@@ -36,6 +36,9 @@ class CollectConfig:
     Labels stay clean; recoveries from such mistakes are what a policy needs to have seen."""
     burst_rate: float = 0.0
     """Probability per control step that a push of several steps in one direction begins; 0 to 1."""
+    speed: float = 1.0
+    """Largest action that Reach's scripted expert means to take along an axis: a careful demonstrator is slow. Above 0 and at most 1;
+    1 for every other suite."""
     max_steps: int | None = None
     """Control steps after which an episode has failed; none takes the suite's own limit. At least 1."""
     frame_every: int = 3
@@ -52,8 +55,8 @@ class CollectConfig:
     pictures: Pictures = "png"
     """In LeRobot's format: `png` (exact) or video, `av1` (small) or `h264` (encodes and plays anywhere)."""
     operator: OperatorConfig | None = None
-    """Who may take control: `{kind: page}`, a person at the page, or `{kind: scripted}`, the scripted expert that corrects a policy.
-    None: the scripted expert shows everything."""
+    """Who may take control: `{kind: page}`, a person at the page; `{kind: scripted}`, the scripted expert that corrects a policy; or
+    `{kind: replay}`, what was recorded. None: the scripted expert shows everything."""
     checkpoint: str | None = None
     """Folder of the policy that acts where nobody has taken over (only with an operator); none: environments wait for a person."""
     libero_files: bool = False
@@ -88,8 +91,12 @@ class CollectConfig:
             raise ValueError(f"checkpoint is {self.checkpoint!r} without an operator to correct it; vla-rl eval evaluates a policy")
         if isinstance(self.operator, ScriptedOperatorConfig) and self.checkpoint is None:
             raise ValueError("operator.kind is 'scripted' but no checkpoint is there to correct; leave operator out for demonstrations")
+        if isinstance(self.operator, ReplayOperator) and self.checkpoint is not None:
+            raise ValueError(f"operator.kind is 'replay', and checkpoint is {self.checkpoint!r}; nothing is left for a policy to do")
         if not 0 <= self.burst_rate <= 1:
             raise ValueError(f"burst_rate is {self.burst_rate}, must be 0 to 1")
+        if not 0 < self.speed <= 1 or (self.speed < 1 and self.suite != "reach"):
+            raise ValueError(f"speed is {self.speed} for suite {self.suite!r}; allowed: above 0, at most 1 for reach, 1 for other suites")
         if (self.suite == "reach") != (self.env.kind == "reach"):
             raise ValueError(
                 f"suite is {self.suite!r} and env.kind is {self.env.kind!r}; 'reach' needs both, LIBERO suites need env.kind 'libero'"

@@ -246,7 +246,7 @@ class OperatedActor:
         seat.pressed_s, seat.seen_step = reading.pressed_s, reading.seen_step
         self._note_sent(seat)
         label_CA = None if reading.label_A is None else reading.label_A[None]
-        return ActionChunk(reading.action_A[None], labels_CA=label_CA, intervention=True, views=self._operator_views)
+        return ActionChunk(reading.action_A[None], labels_CA=label_CA, intervention=reading.by_operator, views=self._operator_views)
 
     def _policy_answer(self, env: int, seat: _Seat, observation: Observation) -> ActionChunk | None:
         assert self._policy is not None, "only a session with a policy lets it drive"

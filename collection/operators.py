@@ -25,6 +25,7 @@ class PageOperator:
     """A person at the page that the command opens, with keyboard, gamepad, or a device at this machine."""
 
     kind: Literal["page"]
+    """Which operator this is."""
     device: Literal["browser", "spacemouse", "lerobot"] = "browser"
     """What moves the arm: keys and gamepad of the page, a SpaceMouse of this machine, or a LeRobot teleoperator of this machine."""
     teleoperator: str = ""
@@ -76,8 +77,20 @@ class ScriptedOperatorConfig:
     """The scripted expert in place of a person: takes over from the policy, as fast as the machine can."""
 
     kind: Literal["scripted"]
+    """Which operator this is."""
     switching: Switching = field(default_factory=Switching)
     """When it takes over and hands back."""
 
 
-OperatorConfig = PageOperator | ScriptedOperatorConfig
+@dataclass(frozen=True)
+class ReplayOperator:
+    """Recorded episodes are executed again, for other pictures: another resolution, denser frames, another format."""
+
+    kind: Literal["replay"]
+    """Which operator this is."""
+    dataset: str
+    """HDF5 file or folder, LeRobot folder, or run directory of `vla-rl collect`. Of each task in `tasks`, the first
+    `episodes_per_task` episodes are executed; their own scenes, noise and outcomes replace the recipe's."""
+
+
+OperatorConfig = PageOperator | ScriptedOperatorConfig | ReplayOperator

@@ -10,8 +10,10 @@ import numpy as np
 
 from vla_rl.actors import Expert
 from vla_rl.collection.config import CollectConfig
-from vla_rl.collection.operators import PageOperator
+from vla_rl.collection.operators import PageOperator, ReplayOperator
 from vla_rl.config import ConfigError
+from vla_rl.datasets.episode_rows import EpisodeInfo
+from vla_rl.datasets.store import list_episodes
 from vla_rl.episode import EpisodeSpec, StepProtocol, noise_seed
 
 REACH_MAX_STEPS = 60
@@ -23,12 +25,30 @@ def plan_demonstrations(config: CollectConfig) -> list[EpisodeSpec]:
 
     Raises SpecError or ConfigError for a suite, task or goal that does not exist or that no expert can reach.
     """
+    if isinstance(config.operator, ReplayOperator):
+        return [info.spec for info in recorded_episodes(config, config.operator)]
     specs = [spec for task in task_numbers(config) for spec in _of_task(config, task)]
     goals: dict[tuple[int, str], EpisodeSpec] = {(spec.task, spec.goal): spec for spec in specs}
     if not isinstance(config.operator, PageOperator):  # a person can show what no script can
         for spec in goals.values():
             _require_expert(config, spec)
     return specs
+
+
+def recorded_episodes(config: CollectConfig, operator: ReplayOperator) -> list[EpisodeInfo]:
+    """The recorded episodes that a replay executes, task by task. Raises DatasetError, ConfigError if there are none."""
+    infos = list_episodes([operator.dataset])
+    chosen = [
+        info
+        for task in task_numbers(config)
+        for info in [info for info in infos if (info.spec.suite, info.spec.task) == (config.suite, task)][: config.episodes_per_task]
+    ]
+    if not chosen:
+        there = ", ".join(sorted({f"{info.spec.suite} task {info.spec.task}" for info in infos}))
+        raise ConfigError(
+            f"operator.dataset {operator.dataset} holds no episode of {config.suite} tasks {list(config.tasks)}; it holds {there}"
+        )
+    return chosen
 
 
 def task_numbers(config: CollectConfig) -> Sequence[int]:
@@ -90,7 +110,7 @@ def noisy_expert(config: CollectConfig, spec: EpisodeSpec) -> Expert:
     if spec.suite == "reach":
         from vla_rl.sim.reach_expert import ReachExpert
 
-        return ReachExpert(spec, noise, seed, config.burst_rate)
+        return ReachExpert(spec, noise, seed, config.burst_rate, config.speed)
     from vla_rl.sim.experts.expert import ScriptedExpert
     from vla_rl.sim.libero.tasks import goal_of
 
@@ -109,8 +129,10 @@ def _require_expert(config: CollectConfig, spec: EpisodeSpec) -> None:
 def provenance_of(config: CollectConfig, spec: EpisodeSpec) -> dict[str, Any]:
     """JSON values about who acted, and LIBERO's names of the task."""
     actor: dict[str, Any] = {"name": "operator"} if config.checkpoint is None else {"name": "policy", "checkpoint": config.checkpoint}
-    if not isinstance(config.operator, PageOperator):
-        expert = {"noise_std": action_noise(config, spec), "burst_rate": config.burst_rate}
+    if isinstance(config.operator, ReplayOperator):
+        actor = {"name": "replay", "dataset": config.operator.dataset}
+    elif not isinstance(config.operator, PageOperator):
+        expert = {"noise_std": action_noise(config, spec), "burst_rate": config.burst_rate, "speed": config.speed}
         actor = {"name": "expert", **expert} if config.operator is None else {**actor, "scripted_operator": expert}
     return {"actor": actor, "task": {} if spec.suite == "reach" else _libero_names(spec.suite, spec.task)}
 

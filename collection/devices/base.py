@@ -44,6 +44,8 @@ class Reading:
     """When the newest key press that made it happened (s, `time.perf_counter`); None: nothing new since the last reading."""
     seen_step: int = -1
     """Control step of the picture that the operator was looking at; -1: unknown."""
+    by_operator: bool = True
+    """Recorded as `intervention`; a replay repeats what was recorded."""
 
     @property
     def moves(self) -> bool:
