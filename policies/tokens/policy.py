@@ -20,8 +20,8 @@ from vla_rl.policies.augment import random_shift
 from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec, ScoredTransitions, TokenBatch
 from vla_rl.policies.critic import Critic
 from vla_rl.policies.flow_stochastic import Exploration
-from vla_rl.policies.module import PolicyModule, check_agreement
-from vla_rl.policies.processor import Processor, ProcessorConfig, prompt_line
+from vla_rl.policies.module import PolicyModule, make_processor
+from vla_rl.policies.processor import Processor, prompt_line
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import PromptTokenizer
 from vla_rl.policies.tokens.action_tokens import ActionTokenizer, BinTokenizer
@@ -402,18 +402,8 @@ def open_vllm(policy: PolicyModule, config: VllmConfig, rows: int) -> VllmEngine
 
 def build_tokens(config: TokenConfig, statistics: Statistics, spec: PolicySpec, tokenizer: PromptTokenizer) -> TokenPolicy:
     """A randomly initialised policy. Raises ConfigError when the spec, the tokenizer and the config contradict each other."""
-    check_agreement(config, spec, tokenizer)
-    processor_config = ProcessorConfig(
-        views=spec.views,
-        image_size=config.vision.image_size,
-        pad_images=config.pad_images,
-        normalization=config.normalization,
-        write_prompt=prompt_line,
-        model_state_dim=STATE_DIM,
-        model_action_dim=ACTION_DIM,
-        chunk_length=config.chunk_length,
-    )
-    return TokenPolicy(config, spec, Processor(processor_config, statistics, tokenizer), _action_tokenizer(config, tokenizer.folder))
+    processor = make_processor(config, spec, statistics, tokenizer, config.vision.image_size, prompt_line)
+    return TokenPolicy(config, spec, processor, _action_tokenizer(config, tokenizer.folder))
 
 
 def _action_tokenizer(config: TokenConfig, folder: Path) -> ActionTokenizer:

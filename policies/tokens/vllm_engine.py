@@ -239,13 +239,14 @@ class VllmEngine:
         return message[0]
 
     def _stop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        """End the process first: one whose connection closes takes its parent for dead and removes the folder."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _weights(self, version: int) -> Path:
         return self._folder / f"weights_{version}.safetensors"

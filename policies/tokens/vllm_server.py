@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -178,10 +179,11 @@ def _read(connection: socket.socket, count: int) -> bytes | None:
 
 
 def main() -> None:
-    """Answer until the other end is gone."""
+    """Answer until the other end is gone, which a parent that was killed cannot announce; then its files go too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; its end of the socket then closes
     connection = socket.socket(fileno=int(sys.argv[1]))
-    server = Server(json.loads(sys.argv[2]))
+    settings = json.loads(sys.argv[2])
+    server = Server(settings)
     send(connection, {"vllm": server.release, "pid": os.getpid()})
     while (message := receive(connection)) is not None:
         request, payload = message
@@ -190,6 +192,7 @@ def main() -> None:
         except Exception:  # noqa: BLE001 (whatever went wrong belongs to who asked; the process lives on)
             reply = {"error": traceback.format_exc()}
         send(connection, reply)
+    shutil.rmtree(settings["model"], ignore_errors=True)
 
 
 if __name__ == "__main__":

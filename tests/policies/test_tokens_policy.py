@@ -17,13 +17,17 @@ from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine
 from vla_rl.episode import ACTION_DIM, Observation
 from vla_rl.policies.base import PolicyOutput, TokenBatch
+from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.critic import CriticConfig
+from vla_rl.policies.extend import extend_policy
 from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.policies.noise_head import NoiseHeadConfig
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokens.config import TokenConfig
 from vla_rl.policies.tokens.decoding import choose, token_log_prob
 from vla_rl.policies.tokens.policy import TokenPolicy
 from vla_rl.policies.tokens.reasoning import motion_text, well_formed
+from vla_rl.policies.tokens.vocabulary import Vocabulary
 
 Observe = Callable[..., list[Observation]]
 SAMPLING = Exploration(method="tokens", temperature=1.3, reasoning_temperature=0.7)
@@ -212,8 +216,6 @@ def test_reasoning_says_what_the_chunk_does(statistics: Statistics, observe: Obs
 
 
 def test_the_form_of_reasoning() -> None:
-    from vla_rl.policies.tokens.vocabulary import Vocabulary
-
     vocabulary = Vocabulary(text=10, actions=4)
     end = vocabulary.end_think
     tokens = torch.tensor([[3, end, 0], [3, 4, 5], [end, 0, 0]])
@@ -264,14 +266,24 @@ def test_fast_needs_autoregressive_decoding() -> None:
         replace(PARALLEL, action_tokens=replace(PARALLEL.action_tokens, kind="fast"))
 
 
+def test_a_critic_is_added_and_a_noise_head_is_refused(statistics: Statistics, observe: Observe) -> None:
+    policy = make_tokens(PARALLEL, statistics)
+    batch = policy.preprocess(observe(2, RESOLUTION))
+    with_critic = extend_policy(policy, CRITIC, None, seed=0)
+    assert torch.equal(with_critic.act(batch, [1, 2]).actions_BCA, policy.act(batch, [1, 2]).actions_BCA)
+    assert with_critic.value(batch).shape == (2,)
+    with pytest.raises(ValueError, match="needs a policy with a critic"):
+        policy.value(batch)
+    with pytest.raises(ConfigError, match="a noise head is for flows, and the initial policy's family is 'tokens'"):
+        extend_policy(policy, None, NoiseHeadConfig(), seed=0)
+
+
 def test_no_expert_to_train(statistics: Statistics) -> None:
     with pytest.raises(ConfigError, match="no action expert; allowed: all, lora"):
         make_tokens(PARALLEL, statistics).parameter_names("expert")
 
 
 def test_a_saved_policy_writes_bit_for_bit_as_before(config: TokenConfig, statistics: Statistics, observe: Observe, tmp_path: Path) -> None:
-    from vla_rl.policies.checkpoint import load_policy, save_policy
-
     policy = make_tokens(config, statistics)
     save_policy(policy, tmp_path / "policy")
     loaded = load_policy(tmp_path / "policy")
