@@ -6,7 +6,7 @@ A family is a subclass with a network of its own; see `docs/policies.md`, "Addin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,7 +17,8 @@ from vla_rl.config import ConfigError
 from vla_rl.episode import ACTION_DIM, STATE_DIM, Observation
 from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec, ScoredTransitions
 from vla_rl.policies.flow_stochastic import Exploration
-from vla_rl.policies.processor import Normalization, Processor
+from vla_rl.policies.processor import Normalization, Processor, ProcessorConfig
+from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import PromptTokenizer
 
 LEAST_SIZES = {
@@ -61,6 +62,11 @@ class FamilyConfig(Protocol):
     @property
     def vocabulary(self) -> int:
         """Rows of the token embedding."""
+        ...
+
+    @property
+    def pad_images(self) -> bool:
+        """Whether an image that is not square is padded, or stretched."""
         ...
 
     @property
@@ -167,8 +173,35 @@ def check_sizes(config: FamilyConfig) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}, it must be at least {least}")
 
 
-def check_agreement(config: FamilyConfig, spec: PolicySpec, tokenizer: PromptTokenizer) -> None:
-    """For builders. Raises ConfigError when the spec, the tokenizer and the config contradict each other."""
+def make_processor(
+    config: FamilyConfig,
+    spec: PolicySpec,
+    statistics: Statistics,
+    tokenizer: PromptTokenizer,
+    image_size: int,
+    write_prompt: Callable[[str, np.ndarray], str],
+    **more: Any,
+) -> Processor:
+    """For builders: the processor of a config, whose `image_size`, prompt form and `more` fields of `ProcessorConfig` are the family's own.
+
+    Raises ConfigError when the spec, the tokenizer and the config contradict each other, ProcessorError for statistics that do not fit.
+    """
+    _check_agreement(config, spec, tokenizer)
+    processor_config = ProcessorConfig(
+        views=spec.views,
+        image_size=image_size,
+        pad_images=config.pad_images,
+        normalization=config.normalization,
+        write_prompt=write_prompt,
+        model_state_dim=getattr(config, "model_state_dim", STATE_DIM),
+        model_action_dim=getattr(config, "model_action_dim", ACTION_DIM),
+        chunk_length=config.chunk_length,
+        **more,
+    )
+    return Processor(processor_config, statistics, tokenizer)
+
+
+def _check_agreement(config: FamilyConfig, spec: PolicySpec, tokenizer: PromptTokenizer) -> None:
     for name in ("chunk_length", "executed_horizon"):
         wanted, given = getattr(config, name), getattr(spec, name)
         if wanted != given:

@@ -64,6 +64,8 @@ class ProcessorConfig:
     """Action dimensions of the model, at least 7; the rest is zeros."""
     chunk_length: int
     """Actions per chunk."""
+    clip: bool = False
+    """Cut normalised states and sampled actions to [-1, 1], as GR00T's processor does with outliers."""
     crop: float = 1.0
     """Share of each side of an image that is kept, around its centre, before it is resized (GR00T N1.7: 230 / 256); above 0, at most 1."""
 
@@ -121,6 +123,7 @@ class Processor:
         refuse_privileged(observations)
         images_BVCHW = torch.stack([self._images(observations, view) for view in self.config.views], 1)
         state_BS = self.state.forward(stack_states(observations))
+        state_BS = state_BS.clamp(-1.0, 1.0) if self.config.clip else state_BS
         tokens_BL, token_mask_BL = self._tokens([observation.prompt for observation in observations], state_BS)
         batch = Batch(images_BVCHW, _pad_last(state_BS, self.config.model_state_dim), tokens_BL, token_mask_BL)
         if actions_BCA is not None:
@@ -130,6 +133,7 @@ class Processor:
     def postprocess(self, actions_BCA: Tensor) -> np.ndarray:
         """float32[B, C, 7] in environment units, clipped to [-1, 1]."""
         real = actions_BCA.detach()[..., :ACTION_DIM].float().cpu()
+        real = real.clamp(-1.0, 1.0) if self.config.clip else real
         return self.action.inverse(real).clamp(-1.0, 1.0).numpy()
 
     def _images(self, observations: Sequence[Observation], view: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vla_rl.policies.critic import CriticConfig
@@ -153,7 +153,7 @@ class ActionHeadConfig:
 
     vl_attention: AttentionStackConfig = field(default_factory=lambda: AttentionStackConfig(depth=1))
     """Self-attention over the backbone's features; depth 0 leaves it out (N1.6). Its width is the backbone's."""
-    dit: AttentionStackConfig = field(default_factory=lambda: AttentionStackConfig(depth=6))
+    dit: AttentionStackConfig = field(default_factory=lambda: AttentionStackConfig(depth=4))
     """The diffusion transformer: even blocks attend to the features, odd ones to state and actions. At least 1 deep."""
     text_every: int = 2
     """Of the blocks that attend to the features, every how many-th looks at text, the others at images; 0: all look at everything."""
@@ -244,10 +244,9 @@ class GrootConfig:
         return self.backbone.vocabulary
 
 
-_N1_7_DIT = AttentionStackConfig(depth=32, heads=32, head_width=48)
 N1_7_HEAD = ActionHeadConfig(
     vl_attention=AttentionStackConfig(depth=4, heads=32, head_width=64),
-    dit=_N1_7_DIT,
+    dit=AttentionStackConfig(depth=32, heads=32, head_width=48),
     hidden_width=1024,
     embodiments=32,
     embodiment=2,
@@ -255,15 +254,7 @@ N1_7_HEAD = ActionHeadConfig(
     time_buckets=1000,
 )
 """The action head of GR00T N1.7, for LIBERO's simulated Panda (`libero_sim`)."""
-N1_6_HEAD = ActionHeadConfig(
-    vl_attention=AttentionStackConfig(depth=0, heads=32, head_width=64),
-    dit=_N1_7_DIT,
-    hidden_width=1024,
-    embodiments=32,
-    embodiment=2,
-    positions=1024,
-    time_buckets=1000,
-)
+N1_6_HEAD = replace(N1_7_HEAD, vl_attention=replace(N1_7_HEAD.vl_attention, depth=0))
 """The action head of GR00T N1.6: N1.7's without the self-attention over features (NVIDIA/Isaac-GR00T, `configs/model/gr00t_n1d6.py`)."""
 GROOT_PRESETS: dict[str, GrootConfig] = {
     "tiny": GrootConfig(),

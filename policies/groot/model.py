@@ -46,12 +46,10 @@ class GrootModel(nn.Module):
         head = self.action_head
         for stack in (head.model.transformer_blocks, head.vl_self_attention.transformer_blocks):
             for name, module in stack.named_modules():
-                if name.endswith("norm1.linear"):
-                    nn.init.zeros_(module.weight)
-                    nn.init.zeros_(module.bias)
-                elif isinstance(module, nn.Linear):
+                if isinstance(module, nn.Linear):
                     shrink = (2 * len(stack)) ** -0.5 if name.endswith(("to_out.0", "net.2")) else 1.0
-                    nn.init.normal_(module.weight, std=shrink * module.in_features**-0.5)
+                    spread = 0.0 if name.endswith("norm1.linear") else shrink * module.in_features**-0.5
+                    nn.init.normal_(module.weight, std=spread)
                     nn.init.zeros_(module.bias)
         nn.init.normal_(head.position_embedding.weight, std=_POSITION_STD)
         nn.init.zeros_(head.action_decoder.layer2.W)

@@ -16,8 +16,8 @@ from vla_rl.policies.flow_policy import FlowPolicy
 from vla_rl.policies.groot.config import ConvBackboneConfig, GrootConfig, QwenBackboneConfig
 from vla_rl.policies.groot.model import GrootModel
 from vla_rl.policies.groot.published import own_name, to_published
-from vla_rl.policies.module import check_agreement
-from vla_rl.policies.processor import Processor, ProcessorConfig
+from vla_rl.policies.module import make_processor
+from vla_rl.policies.processor import Processor
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import PromptTokenizer
 
@@ -77,19 +77,10 @@ class GrootPolicy(FlowPolicy):
 
 def build_groot(config: GrootConfig, statistics: Statistics, spec: PolicySpec, tokenizer: PromptTokenizer) -> GrootPolicy:
     """A randomly initialised policy. Raises ConfigError when the spec, the tokenizer and the config contradict each other."""
-    check_agreement(config, spec, tokenizer)
-    processor_config = ProcessorConfig(
-        views=spec.views,
-        image_size=config.backbone.image_size,
-        pad_images=config.pad_images,
-        normalization=config.normalization,
-        write_prompt=_prompt_writer(config, len(spec.views)),
-        model_state_dim=config.model_state_dim,
-        model_action_dim=config.model_action_dim,
-        chunk_length=config.chunk_length,
-        crop=config.crop,
-    )
-    return GrootPolicy(config, spec, Processor(processor_config, statistics, tokenizer), _image_token_id(config, tokenizer))
+    writer = _prompt_writer(config, len(spec.views))
+    more = {"crop": config.crop, "clip": config.clip_outliers}
+    processor = make_processor(config, spec, statistics, tokenizer, config.backbone.image_size, writer, **more)
+    return GrootPolicy(config, spec, processor, _image_token_id(config, tokenizer))
 
 
 def formal(prompt: str) -> str:

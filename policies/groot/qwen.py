@@ -93,36 +93,37 @@ def patches(images_BVCHW: Tensor, config: QwenVisionConfig) -> Tensor:
 
 def _published_config(config: QwenBackboneConfig, image_token_id: int) -> Qwen3VLConfig:
     vision = config.vision
-    return Qwen3VLConfig(
-        image_token_id=image_token_id,
-        text_config={
-            "hidden_size": config.width,
-            "intermediate_size": config.mlp_width,
-            "num_hidden_layers": config.read_layer,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_width,
-            "vocab_size": config.vocabulary,
-            "max_position_embeddings": _MAX_POSITIONS,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": config.rope_theta,
-                "mrope_interleaved": True,
-                "mrope_section": list(config.rope_sections),
+    return Qwen3VLConfig.from_dict(
+        {
+            "image_token_id": image_token_id,
+            "text_config": {
+                "hidden_size": config.width,
+                "intermediate_size": config.mlp_width,
+                "num_hidden_layers": config.read_layer,
+                "num_attention_heads": config.heads,
+                "num_key_value_heads": config.kv_heads,
+                "head_dim": config.head_width,
+                "vocab_size": config.vocabulary,
+                "max_position_embeddings": _MAX_POSITIONS,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": config.rope_theta,
+                    "mrope_interleaved": True,
+                    "mrope_section": list(config.rope_sections),
+                },
             },
-        },
-        vision_config={
-            "depth": vision.depth,
-            "hidden_size": vision.width,
-            "intermediate_size": vision.mlp_width,
-            "num_heads": vision.heads,
-            "patch_size": vision.patch_size,
-            "spatial_merge_size": vision.merge,
-            "temporal_patch_size": _FRAMES,
-            "out_hidden_size": config.width,
-            "num_position_embeddings": vision.positions,
-            "deepstack_visual_indexes": list(vision.deepstack),
-            "hidden_act": "gelu_pytorch_tanh",
-        },
-        attn_implementation="sdpa",
+            "vision_config": {
+                "depth": vision.depth,
+                "hidden_size": vision.width,
+                "intermediate_size": vision.mlp_width,
+                "num_heads": vision.heads,
+                "patch_size": vision.patch_size,
+                "spatial_merge_size": vision.merge,
+                "temporal_patch_size": _FRAMES,
+                "out_hidden_size": config.width,
+                "num_position_embeddings": vision.positions,
+                "deepstack_visual_indexes": list(vision.deepstack),
+                "hidden_act": "gelu_pytorch_tanh",
+            },
+        }
     )

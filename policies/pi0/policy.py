@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from vla_rl.policies.base import PolicySpec
 from vla_rl.policies.flow import Flow, TimeDirection
 from vla_rl.policies.flow_policy import FlowPolicy
-from vla_rl.policies.module import check_agreement
+from vla_rl.policies.module import make_processor
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.policies.pi0.gemma import Layer
 from vla_rl.policies.pi0.model import Pi0Model
 from vla_rl.policies.pi0.published import own_name, published_weights, to_published
-from vla_rl.policies.processor import Processor, ProcessorConfig, prompt_line, prompt_with_state
+from vla_rl.policies.processor import Processor, prompt_line, prompt_with_state
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import PromptTokenizer
 
@@ -86,15 +86,5 @@ class Pi0Policy(FlowPolicy):
 
 def build_pi0(config: Pi0Config, statistics: Statistics, spec: PolicySpec, tokenizer: PromptTokenizer) -> Pi0Policy:
     """A randomly initialised policy. Raises ConfigError when the spec, the tokenizer and the config contradict each other."""
-    check_agreement(config, spec, tokenizer)
-    processor_config = ProcessorConfig(
-        views=spec.views,
-        image_size=config.vision.image_size,
-        pad_images=config.pad_images,
-        normalization=config.normalization,
-        write_prompt=prompt_with_state if config.family == "pi05" and config.state_in_prompt else prompt_line,
-        model_state_dim=config.model_state_dim,
-        model_action_dim=config.model_action_dim,
-        chunk_length=config.chunk_length,
-    )
-    return Pi0Policy(config, spec, Processor(processor_config, statistics, tokenizer))
+    write_prompt = prompt_with_state if config.family == "pi05" and config.state_in_prompt else prompt_line
+    return Pi0Policy(config, spec, make_processor(config, spec, statistics, tokenizer, config.vision.image_size, write_prompt))

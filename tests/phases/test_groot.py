@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rl_recipe import GRPO, RESOLUTION, metrics_of, rl_recipe, saved_weights
+from rl_recipe import GROUPS, GRPO, RESOLUTION, metrics_of, rl_recipe, saved_weights
 
 from vla_rl.datasets.loader import DataConfig
 from vla_rl.engine.config import EngineConfig
@@ -103,7 +103,7 @@ def test_ppo_is_on_policy_to_the_bit_and_moves_every_part(exploration: Explorati
 
 
 def test_grpo_learns_from_groups(initial: Path, tmp_path: Path) -> None:
-    algorithm = replace(GRPO, group=replace(GRPO.group, size=4), episodes_per_step=8)
+    algorithm = replace(GRPO, group=replace(GROUPS, size=4), episodes_per_step=8)
     config = rl_recipe(tmp_path / "run", initial, algorithm=algorithm, steps=1, checkpoint_every=1, max_steps=30)
     assert run_rl(config) == 0
     (row,) = metrics_of(config)

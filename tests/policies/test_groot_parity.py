@@ -127,10 +127,10 @@ def lerobot_config(config: GrootConfig, backbone: str) -> GR00TN17Config:
 
 def write_qwen_config(folder: Path) -> None:
     """A Qwen3-VL of BACKBONE's sizes with one layer more than is read, which LeRobot must leave out."""
-    Qwen3VLConfig(
-        image_token_id=IMAGE_TOKEN,
-        tie_word_embeddings=True,
-        text_config={
+    values: dict[str, Any] = {
+        "image_token_id": IMAGE_TOKEN,
+        "tie_word_embeddings": True,
+        "text_config": {
             "hidden_size": BACKBONE.width,
             "intermediate_size": BACKBONE.mlp_width,
             "num_hidden_layers": BACKBONE.read_layer + 1,
@@ -140,7 +140,7 @@ def write_qwen_config(folder: Path) -> None:
             "vocab_size": BACKBONE.vocabulary,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(BACKBONE.rope_sections)},
         },
-        vision_config={
+        "vision_config": {
             "depth": VISION.depth,
             "hidden_size": VISION.width,
             "intermediate_size": VISION.mlp_width,
@@ -149,7 +149,8 @@ def write_qwen_config(folder: Path) -> None:
             "num_position_embeddings": VISION.positions,
             "deepstack_visual_indexes": list(VISION.deepstack),
         },
-    ).save_pretrained(folder)
+    }
+    Qwen3VLConfig.from_dict(values).save_pretrained(folder)
 
 
 def lerobot_model(config: GrootConfig, folder: Path) -> GR00TN17:
