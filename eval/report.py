@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from vla_rl.eval import report_rl
 from vla_rl.eval import report_sections as sections
 from vla_rl.eval.compare import CompareError, compare_rows
 from vla_rl.eval.report_data import Phase, controls_of, curves, main_evaluation, read_phases
@@ -36,11 +37,11 @@ def write_report(run_dir: Path) -> Path:
 def page(title: str, phases: Sequence[Phase], root: Path) -> str:
     """The HTML text of a report; videos are read from and linked relative to `root`."""
     bodies = {
-        "Success": sections.success(phases),
+        "Success": sections.success(phases) + report_rl.before_after(phases),
         "Videos": sections.videos(phases, root),
         "Demonstrations": sections.demonstrations(phases),
         "Training": sections.training(phases),
-        "Time": sections.time(phases),
+        "Time": sections.time(phases) + report_rl.gantt(phases),
         "Failures": sections.failures(phases),
         "Protocol": sections.protocols(phases),
         "Environment": sections.environment(phases),

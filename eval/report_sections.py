@@ -18,6 +18,8 @@ EMBED_BYTES = 600_000
 """A larger video is linked instead of embedded."""
 EMBED_TOTAL_BYTES = 16_000_000
 """Once this much video is inside the page, the rest is linked."""
+TIMES = ("time/", "busy_s/")
+"""Beginnings of the names of series that say where time went."""
 PAUSE = "this.paused?this.play():this.pause()"
 """The page's only script: a click stops and starts a video."""
 LISTED_EPISODES = 200
@@ -89,18 +91,22 @@ def training(phases: Sequence[Phase]) -> str:
 
 
 def _charts(found: Mapping[str, Curve]) -> str:
-    """Losses together, their parts together, success rates together, every other series that moves on its own."""
-    groups: dict[str, dict[str, Curve]] = {"loss": {}, "parts of the loss": {}, "success rate": {}}
+    """Losses together, their parts together, success rates together, every other series that moves on its own. Time has its own section."""
+    groups: dict[str, dict[str, Curve]] = {"success rate": {}, "success by task": {}, "loss": {}, "parts of the loss": {}}
     for name, curve in found.items():
+        if name.startswith(TIMES):
+            continue
         if name == "loss" or name.endswith("_loss"):
             groups["loss"][name] = curve
         elif name.startswith("loss_"):
             groups["parts of the loss"][name.removeprefix("loss_")] = curve
-        elif name.endswith("success_rate"):
+        elif name.endswith("success_rate") or name == "success":
             groups["success rate"][name] = curve
+        elif name.startswith("success/"):
+            groups["success by task"][name.removeprefix("success/")] = curve
         elif len({value for _, value in curve}) > 1:
             groups[name.replace("_", " ")] = {name: curve}
-    bounds = {"success rate": (0.0, 1.0)}
+    bounds = dict.fromkeys(("success rate", "success by task"), (0.0, 1.0))
     return "".join(line_chart(title, series, bounds.get(title)) for title, series in groups.items() if series)
 
 
