@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from vla_rl.datasets.episode_rows import EpisodeInfo
 from vla_rl.datasets.files import array, open_file, subgroup
 from vla_rl.datasets.findings import Finding
 from vla_rl.datasets.lerobot_catalog import open_catalog, read_table
-from vla_rl.datasets.lerobot_read import LeRobotInfo
+from vla_rl.datasets.lerobot_read import LeRobotInfo, read_rows
 from vla_rl.datasets.lerobot_tables import rows_of_column
 from vla_rl.datasets.schema import IMAGE_KEYS, DatasetError
 from vla_rl.datasets.tally import vector_statistics
@@ -55,7 +56,7 @@ def _hdf5(info: EpisodeInfo) -> Iterator[Finding]:
 def _lerobot(info: LeRobotInfo, videos: VideoFiles) -> Iterator[Finding]:
     entry = info.entry
     try:
-        table = read_table(entry.data_file, names.POSITIONS).slice(entry.first_row, info.num_steps)
+        table = read_rows(info, names.POSITIONS)
     except DatasetError as error:
         yield Finding("unreadable", info.name, str(error), "restore the file")
         return
@@ -73,10 +74,16 @@ def _lerobot(info: LeRobotInfo, videos: VideoFiles) -> Iterator[Finding]:
                 text = f"{feature}: {path} has {max(0, count - first)} of its {info.num_steps} pictures"
                 yield Finding("missing-picture", info.name, text, RECORD_AGAIN)
         else:
-            column = read_table(entry.data_file, [feature])[feature].slice(entry.first_row, info.num_steps)
-            missing = sum(value is None or value["bytes"] is None for value in column.to_pylist())
+            missing = sum(size == 0 for size in picture_sizes(entry.data_file, feature)[entry.first_row : entry.first_row + info.num_steps])
             if missing:
                 yield Finding("missing-picture", info.name, f"{feature}: {missing} of {info.num_steps} pictures are empty", RECORD_AGAIN)
+
+
+@lru_cache(maxsize=2)
+def picture_sizes(path: Path, feature: str) -> list[int]:
+    """Bytes of the picture in each row of a file, 0 where there is none."""
+    values = read_table(path, [feature])[feature].to_pylist()
+    return [len(value["bytes"] or b"") if value is not None else 0 for value in values]
 
 
 def _positions(info: LeRobotInfo, table: pa.Table) -> Iterator[Finding]:
@@ -123,11 +130,7 @@ def _stale(folder: Path, infos: Sequence[LeRobotInfo]) -> Iterator[Finding]:
 
 def all_rows(infos: Sequence[LeRobotInfo], feature: str) -> np.ndarray:
     """float[R, D]: a feature over all episodes."""
-    parts = []
-    for info in infos:
-        column = read_table(info.entry.data_file, [feature])[feature].slice(info.entry.first_row, info.num_steps)
-        parts.append(rows_of_column(column))
-    return np.concatenate(parts)
+    return np.concatenate([rows_of_column(read_rows(info, (feature,))[feature]) for info in infos])
 
 
 def _differences(feature: str, stored: dict[str, Any], true: dict[str, Any]) -> Iterator[str]:
@@ -148,8 +151,7 @@ def _differences(feature: str, stored: dict[str, Any], true: dict[str, Any]) -> 
 def _untold(folder: Path, infos: Sequence[LeRobotInfo]) -> Iterator[Finding]:
     tasks = open_catalog(folder).tasks
     for info in infos:
-        column = read_table(info.entry.data_file, ["task_index"])["task_index"].slice(info.entry.first_row, info.num_steps)
-        for index in column.unique().to_pylist():
+        for index in read_rows(info, ("task_index",))["task_index"].unique().to_pylist():
             if index not in tasks:
                 text = f"task_index {index} has no text in {names.TASKS_PATH}, which has {sorted(tasks)}"
                 yield Finding("task-without-text", info.name, text, "restore meta/tasks.parquet")

@@ -168,7 +168,7 @@ class Motion:
         if len(signs) < 2 or signs.std() == 0 or changes.std() == 0:
             return
         correlation = float(np.corrcoef(signs, changes)[0, 1])
-        if correlation > GRIPPER_CORRELATION:
+        if correlation > max(GRIPPER_CORRELATION, 3 / np.sqrt(len(signs))):  # three standard errors of no correlation at all
             text = f"the fingers open when the action says close (correlation {correlation:+.2f} of action and opening, expected below 0)"
             yield Finding("gripper-sign", where, text, "turn the sign of the last action dimension: -1 opens, +1 closes")
 

@@ -5,6 +5,7 @@ Shape legend: see `vla_rl/episode.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vla_rl.datasets.episode_rows import Ending, EpisodeInfo, EpisodeRows, build_steps, chunk_columns, rows_of
-from vla_rl.datasets.episodes import load_episode
+from vla_rl.datasets.episode_rows import Ending, EpisodeInfo, EpisodeRows, build_steps, chunk_columns, has_states, rows_of
+from vla_rl.datasets.episodes import load_actions, load_episode
 from vla_rl.datasets.lerobot_catalog import open_catalog
 from vla_rl.datasets.lerobot_copy import copy_episode, in_files, kept_pictures
 from vla_rl.datasets.lerobot_format import ROBOT_STATE, Pictures
@@ -186,12 +187,14 @@ def filter_dataset(paths: Sequence[str | Path], folder: Path, rule: Filter) -> E
     dropped = 0
     with store.writing():
         for number, info in enumerate(kept):
-            episode = load_episode(info)
-            keep_N = moving_steps(episode.actions_NA()) if rule.no_ops else np.ones(info.num_steps, np.bool_)
+            keep_N = moving_steps(load_actions(info)) if rule.no_ops else np.ones(info.num_steps, np.bool_)
             if not keep_N.any():
                 raise DatasetError(f"{info.name}: all {info.num_steps} actions are no-ops; leave it out with --without-numbers {number}")
             dropped += int((~keep_N).sum())
-            store.write(number, _filtered(episode, keep_N, info, rule), info.frame_every)
+            if isinstance(store, LeRobotStore) and isinstance(info, LeRobotInfo) and keep_N.all():
+                store.append([_noted_copy(info, number, rule)])
+            else:
+                store.write(number, _filtered(load_episode(info), keep_N, info, rule), info.frame_every)
     steps = sum(info.num_steps for info in kept) - dropped
     return Edited(folder, len(kept), steps, len(infos) - len(kept), dropped)
 
@@ -216,9 +219,20 @@ def moving_steps(actions_NA: Float32) -> Bool:
     return keep_N
 
 
+def _note(info: EpisodeInfo, rule: Filter) -> dict[str, Any]:
+    return {"from": info.name, "no_ops": rule.no_ops, "failures": rule.failures, "tasks": list(rule.tasks)}
+
+
+def _noted_copy(info: LeRobotInfo, number: int, rule: Filter) -> EpisodeParts:
+    """A whole episode as it is stored (video is not encoded again), and the note about where it comes from."""
+    parts = copy_episode(info, open_catalog(info.path), number)
+    provenance = json.loads(parts.description["provenance"]) | {"filtered": _note(info, rule)}
+    return replace(parts, description={**parts.description, "provenance": json.dumps(provenance)})
+
+
 def _filtered(episode: Episode, keep_N: Bool, info: EpisodeInfo, rule: Filter) -> Episode:
     """The episode without some steps, and the note about it."""
-    note: dict[str, Any] = {"from": info.name, "no_ops": rule.no_ops, "failures": rule.failures, "tasks": list(rule.tasks)}
+    note = _note(info, rule)
     if keep_N.all():
         return replace(episode, provenance={**episode.provenance, "filtered": note})
     note["removed_steps"] = np.flatnonzero(~keep_N).tolist()
@@ -238,8 +252,8 @@ def drop_steps(episode: Episode, keep_N: Bool) -> Episode:
         reward_N=rows_of(episode, "reward_E")[keep_N],
         intervention_N=rows_of(episode, "intervention_E")[keep_N],
         observed_NS=np.stack([frame.state for frame in frames.values()]),
-        sim_states_ND=rows_of(episode, "sim_states_ED")[keep_N],
-        robot_states_NR=rows_of(episode, "robot_states_ER")[keep_N],
+        sim_states_ND=rows_of(episode, "sim_states_ED")[keep_N] if has_states(episode) else None,
+        robot_states_NR=rows_of(episode, "robot_states_ER")[keep_N] if has_states(episode) else None,
         chunk_lengths_T=lengths_T[lengths_T > 0],
         weights_version_T=versions_T[lengths_T > 0],
     )

@@ -109,6 +109,11 @@ def required_frames(episode: Episode, frame_every: int) -> dict[int, Observation
     return {t: recorded[t] for t in wanted}
 
 
+def has_states(episode: Episode) -> bool:
+    """Whether simulator and robot states were recorded before every action; datasets of others have none."""
+    return all(step.sim_states_ED is not None and step.robot_states_ER is not None for step in episode.steps)
+
+
 def rows_of(episode: Episode, name: str) -> np.ndarray:
     """One array over all control steps from the chunks' arrays called `name`. Raises DatasetError if a chunk has none."""
     parts = [getattr(step, name) for step in episode.steps]

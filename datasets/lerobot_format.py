@@ -143,6 +143,8 @@ class Layout:
 
 _AS_LEROBOT = Conventions(Orientation.ROTATED_180, Rotation.AXIS_ANGLE_ROBOSUITE, Gripper.CLOSE_POSITIVE, control_rate_hz=20)
 """Of the converted LIBERO sets: they declare 10 frames per second, the simulator ran at 20 Hz (OpenTau PR 312: 92 -> 39 %)."""
+PUBLISHED_SUITE = "lerobot"
+"""Suite in the specs of published episodes, which do not say which one they belong to."""
 PUBLISHED = (
     Layout("lerobot/libero and HuggingFaceVLA/libero", IMAGE_FEATURES, STATE, ACTION, _AS_LEROBOT),
     Layout("physical-intelligence/libero", {VIEW_AGENT: "image", VIEW_WRIST: "wrist_image"}, "state", "actions", _AS_LEROBOT),

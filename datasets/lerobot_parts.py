@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from vla_rl.conventions import Conventions
 from vla_rl.datasets import lerobot_format as names
-from vla_rl.datasets.episode_rows import chunk_columns, conventions_of, observed_states_of, prompt_of, required_frames, rows_of
+from vla_rl.datasets.episode_rows import chunk_columns, conventions_of, has_states, observed_states_of, prompt_of, required_frames, rows_of
 from vla_rl.datasets.lerobot_format import IMAGE_FEATURES, Pictures
 from vla_rl.datasets.png import encode_png
 from vla_rl.datasets.schema import DatasetError
@@ -55,11 +55,11 @@ class EpisodeParts:
 
 
 def parts_of(number: int, episode: Episode, pictures: Pictures) -> EpisodeParts:
-    """The parts of an episode.
+    """The parts of an episode; one without simulator states (of others) has no column for the robot's and cannot be replayed.
 
     Raises DatasetError for what the format cannot hold: a control step without picture or states, several instructions.
     """
-    conventions = conventions_of(episode)
+    conventions, replayable = conventions_of(episode), has_states(episode)
     frames = required_frames(episode, frame_every=1)
     stacks = {view: np.stack([frame.images[view] for frame in frames.values()]) for view in VIEWS}
     resolution, fps = stacks[VIEWS[0]].shape[1], conventions.control_rate_hz
@@ -70,16 +70,17 @@ def parts_of(number: int, episode: Episode, pictures: Pictures) -> EpisodeParts:
             columns[feature] = picture_column([encode_png(picture) for picture in stacks[view]])
         else:
             videos[feature] = encode_video(stacks[view], fps, names.VIDEO_OF[pictures])
+    features = names.data_features(pictures, resolution, fps)
     return EpisodeParts(
         prompt=prompt_of(episode),
         table=pa.table(columns | _numbers(episode)),
         videos=videos,
         value_counts={feature: count_values(stacks[view]) for view, feature in IMAGE_FEATURES.items()},
         description=_description(number, episode),
-        features=names.data_features(pictures, resolution, fps),
+        features={name: feature for name, feature in features.items() if replayable or name != names.ROBOT_STATE},
         fps=fps,
         conventions=conventions,
-        replay=_replay(episode),
+        replay=_replay(episode) if replayable else {},
     )
 
 
@@ -97,11 +98,14 @@ def _numbers(episode: Episode) -> dict[str, pa.Array]:
     rewards_N = rows_of(episode, "reward_E")
     done_N = np.zeros(episode.num_steps, np.bool_)
     done_N[-1] = True
+    replayable = has_states(episode)
+    observed = observed_states_of(episode) if replayable else np.stack([frame.state for frame in episode.frames().values()])
+    robot = {names.ROBOT_STATE: vector_column(rows_of(episode, "robot_states_ER"))} if replayable else {}
     return {
-        names.STATE: vector_column(observed_states_of(episode)),
+        names.STATE: vector_column(observed),
         names.ACTION: vector_column(episode.actions_NA()),
         names.LABEL: vector_column(episode.labels_NA()),
-        names.ROBOT_STATE: vector_column(rows_of(episode, "robot_states_ER")),
+        **robot,
         names.INTERVENTION: pa.array(rows_of(episode, "intervention_E")),
         names.REWARD: pa.array(rewards_N.astype(np.float32)),
         names.SUCCESS: pa.array(rewards_N == 1),

@@ -65,7 +65,7 @@ def _info(catalog: Catalog, entry: Entry) -> LeRobotInfo:
 def _published_spec(catalog: Catalog, entry: Entry) -> EpisodeSpec:
     """A name for an episode of others; it cannot restore the scene, whose seed nobody published."""
     task = next((index for index, text in catalog.tasks.items() if text == entry.task), 0)
-    return EpisodeSpec("lerobot", task, f"sampled:{entry.episode_index}", "demonstrations", prompt=entry.task)
+    return EpisodeSpec(names.PUBLISHED_SUITE, task, f"sampled:{entry.episode_index}", "demonstrations", prompt=entry.task)
 
 
 def picture_size(catalog: Catalog) -> int:
@@ -78,16 +78,25 @@ def picture_size(catalog: Catalog) -> int:
     return int(height)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _table(path: Path, columns: tuple[str, ...], modified: int) -> pa.Table:
     return read_table(path, columns)
+
+
+def read_rows(info: LeRobotInfo, columns: Sequence[str]) -> pa.Table:
+    """The episode's rows of some features, as many as are there; a file's last tables are kept, because episodes share files.
+
+    Raises DatasetError for a file that is missing or damaged.
+    """
+    entry = info.entry
+    modified = entry.data_file.stat().st_mtime_ns if entry.data_file.exists() else 0
+    return _table(entry.data_file, tuple(columns), modified).slice(entry.first_row, entry.length)
 
 
 def read_columns(info: LeRobotInfo, columns: Sequence[str]) -> dict[str, np.ndarray]:
     """The episode's rows of some features that are numbers. Raises DatasetError for a file that is damaged or too short."""
     entry = info.entry
-    modified = entry.data_file.stat().st_mtime_ns if entry.data_file.exists() else 0
-    table = _table(entry.data_file, tuple(columns), modified).slice(entry.first_row, entry.length)
+    table = read_rows(info, columns)
     if table.num_rows != entry.length:
         raise DatasetError(f"{info.name}: {entry.data_file} has {table.num_rows} of its {entry.length} rows; it was cut off")
     return {name: rows_of_column(table[name]) for name in columns}

@@ -11,7 +11,6 @@ the recipe's, by which this project's reader sorts them, so that what is trained
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from vla_rl.datasets import lerobot_format as names
-from vla_rl.datasets.files import write_bytes
+from vla_rl.datasets.files import only_writer, write_bytes
 from vla_rl.datasets.lerobot_catalog import read_episode_rows, read_table, read_tasks
 from vla_rl.datasets.lerobot_format import Pictures, Place
 from vla_rl.datasets.lerobot_parts import EpisodeParts, parts_of, require_fitting
@@ -65,12 +64,7 @@ class LeRobotStore:
 
         Raises DatasetError when another process is writing here, or the folder is not one of ours.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise DatasetError(f"{self.folder}: another process is recording into it; wait for it or choose another run_dir") from error
+        with only_writer(self.folder):
             self._state = _State(self.folder, self.pictures)
             try:
                 yield

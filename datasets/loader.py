@@ -31,7 +31,7 @@ class DataConfig:
     """Which episodes are trained on, and how they are read. Part of a recipe."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders of files, or run directories of `vla-rl collect`; at least one."""
+    """HDF5 files, folders of them, LeRobot folders (v2 or v3), or run directories of `vla-rl collect`; at least one."""
     labels: Literal["clean", "executed"] = "clean"
     """Targets: `clean` is the expert's intention, `executed` what ran (with the noise of a noisy expert)."""
     human_weight: float = 1.0

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from vla_rl.conventions import Orientation
+from vla_rl.datasets.lerobot_format import PUBLISHED_SUITE
 from vla_rl.datasets.schema import reorient
 from vla_rl.episode import VIEWS, Float32, UInt8
 
@@ -44,13 +45,20 @@ def references() -> dict[str, Float32]:
 
 
 def fits(suite: str, images: Mapping[str, UInt8], declared: Orientation) -> dict[str, float] | None:
-    """How well each of `ORIENTATIONS` fits the suite's scenes (mean correlation of both views), None for a suite without reference."""
-    known = references()
-    if f"{suite}/{VIEWS[0]}" not in known or any(view not in images for view in VIEWS):
+    """How well each of `ORIENTATIONS` fits the suite's scenes (mean correlation of both views), None for a suite without reference.
+
+    LIBERO-PRO's variants look like their suite; published data, which does not say its suite, takes the suite that fits best.
+    """
+    suites = sorted({name.split("/")[0] for name in references()})
+    likely = [name for name in suites if suite == name or suite.startswith(f"{name}_")]
+    if suite == PUBLISHED_SUITE:
+        likely = [name for name in suites if name.startswith("libero_")]
+    if not likely or any(view not in images for view in VIEWS):
         return None
-    scores = dict.fromkeys(ORIENTATIONS, 0.0)
-    for view in VIEWS:
-        raw = thumbnail(reorient(images[view], declared))
-        for name, turn in ORIENTATIONS.items():
-            scores[name] += float(np.corrcoef(turn(raw).ravel(), known[f"{suite}/{view}"].ravel())[0, 1]) / len(VIEWS)
-    return scores
+    raw = {view: thumbnail(reorient(images[view], declared)) for view in VIEWS}
+    return {name: max(_fit(raw, turn, candidate) for candidate in likely) for name, turn in ORIENTATIONS.items()}
+
+
+def _fit(raw: Mapping[str, Float32], turn: Callable[[np.ndarray], np.ndarray], suite: str) -> float:
+    known = references()
+    return float(np.mean([np.corrcoef(turn(raw[view]).ravel(), known[f"{suite}/{view}"].ravel())[0, 1] for view in VIEWS]))

@@ -9,7 +9,6 @@ Numbers come from the recipe, not from who finished first, so the folder's conte
 
 from __future__ import annotations
 
-import fcntl
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 import h5py
 
 from vla_rl.datasets.episode_rows import EpisodeInfo
-from vla_rl.datasets.files import attribute, open_file, storage_error, subgroup
+from vla_rl.datasets.files import attribute, only_writer, open_file, storage_error, subgroup
 from vla_rl.datasets.hdf5 import (
     DEFAULT_COMPRESSION,
     Compression,
@@ -73,12 +72,7 @@ class EpisodeStore:
 
         Raises DatasetError when another process is writing here. The lock ends with the process, however that ends.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise DatasetError(f"{self.folder}: another process is recording into it; wait for it or choose another run_dir") from error
+        with only_writer(self.folder):
             for leftover in self.folder.glob(".episode_*.hdf5.*.tmp"):
                 leftover.unlink()
             yield

@@ -18,7 +18,7 @@ from vla_rl.process import end_process
 USAGE = """usage: vla-rl COMMAND ...
 
   doctor [--json]                  what this machine can do, and what is missing
-  collect RECIPE [--key value]     scripted demonstrations into an HDF5 dataset
+  collect RECIPE [--key value]     demonstrations as HDF5 or LeRobot datasets: scripted, by a person, of a corrected policy
   sft RECIPE [--key value]         supervised fine-tuning
   rl RECIPE [--key value]          reinforcement learning of a saved policy; --dry-run prints placement, batches and memory
   eval RECIPE [--key value]        LIBERO evaluation

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,3 +193,31 @@ def reach_folders(reach_run: Path, tmp_path: Path) -> dict[str, Path]:
     shutil.copytree(reach_run / "episodes", folders["hdf5"])
     shutil.copytree(reach_run / "lerobot", folders["lerobot"])
     return folders
+
+
+@pytest.fixture
+def kill_writer() -> Callable[..., list[int]]:
+    """`kill_writer(write, arguments, first, moment_s)`: SIGKILL a process that runs `write(*arguments, reports)`, `moment_s` after its
+    `first`-th report; what it reported before it died."""
+
+    def kill(write: Callable[..., None], arguments: tuple[Any, ...], first: int, moment_s: float) -> list[int]:
+        fork = multiprocessing.get_context("fork")  # nothing to import again: many rounds in little time
+        receiver, sender = fork.Pipe(duplex=False)
+        writer = fork.Process(target=write, args=(*arguments, sender))
+        writer.start()
+        sender.close()
+        reported = [receiver.recv() for _ in range(first)]
+        spin_until = time.perf_counter() + moment_s
+        while time.perf_counter() < spin_until:
+            pass
+        os.kill(writer.pid or 0, signal.SIGKILL)
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
+        while receiver.poll():
+            try:
+                reported.append(receiver.recv())
+            except EOFError:
+                break
+        return reported
+
+    return kill

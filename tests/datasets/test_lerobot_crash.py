@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +24,7 @@ from vla_rl.episode import Episode
 MakeEpisode = Callable[..., Episode]
 WriteFolder = Callable[..., LeRobotStore]
 SeenByLeRobot = Callable[..., Any]
+KillWriter = Callable[..., list[int]]
 WRITES_OF_AN_EPISODE = 9
 """Two videos, replay, data, tasks (the first one only), episodes, info, stats, and one to spare."""
 
@@ -79,36 +78,14 @@ def _write_for_ever(run_dir: Path, make: MakeEpisode, pictures: Pictures, report
             reports.send(number)
 
 
-def kill_at(moment_s: float, run_dir: Path, make: MakeEpisode, pictures: Pictures) -> list[int]:
-    """SIGKILL a writer of both formats `moment_s` after its first episode; the numbers that it reported as written."""
-    fork = multiprocessing.get_context("fork")  # nothing to import again: many rounds in little time
-    receiver, sender = fork.Pipe(duplex=False)
-    writer = fork.Process(target=_write_for_ever, args=(run_dir, make, pictures, sender))
-    writer.start()
-    sender.close()
-    reported = [receiver.recv()]
-    spin_until = time.perf_counter() + moment_s
-    while time.perf_counter() < spin_until:
-        pass
-    os.kill(writer.pid, signal.SIGKILL)  # type: ignore[arg-type]
-    writer.join()
-    assert writer.exitcode == -signal.SIGKILL
-    while receiver.poll():
-        try:
-            reported.append(receiver.recv())
-        except EOFError:
-            break
-    return reported
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("pictures", ["png", "h264"])
 def test_sigkill_while_both_formats_are_written(
-    tmp_path: Path, make_episode: MakeEpisode, seen_by_lerobot: SeenByLeRobot, pictures: Pictures
+    tmp_path: Path, make_episode: MakeEpisode, seen_by_lerobot: SeenByLeRobot, kill_writer: KillWriter, pictures: Pictures
 ) -> None:
     """Three moments here; docs/results/crash_safety has fifty."""
     for moment_s in np.random.default_rng(0).uniform(0, 0.05, 3):
-        reported = kill_at(float(moment_s), tmp_path, make_episode, pictures)
+        reported = kill_writer(_write_for_ever, (tmp_path, make_episode, pictures), 1, float(moment_s))
         for folder in (tmp_path / "episodes", tmp_path / "lerobot"):
             infos = list_episodes([folder])
             numbers = [info.spec.init_number for info in infos]

@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from vla_rl.cli import main
 from vla_rl.conventions import Gripper, Orientation
-from vla_rl.datasets.edit import convert
+from vla_rl.datasets.check import check
+from vla_rl.datasets.edit import Filter, convert, filter_dataset
 from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.lerobot_catalog import open_catalog
 from vla_rl.datasets.loader import DataConfig, open_datasets
@@ -25,6 +27,7 @@ from vla_rl.datasets.samples import EpisodeDataset
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.datasets.store import list_episodes
 from vla_rl.episode import VIEWS, Outcome
+from vla_rl.replay import require_replayable
 
 SIZE, LENGTHS = 64, (5, 3, 4)
 TASKS = ("put the bowl on the plate", "open the drawer", "put the bowl on the plate")
@@ -136,6 +139,22 @@ def test_converting_copies_pictures_and_adds_our_columns(
     assert bool(item["next.done"]) and bool(item["next.success"]) and item["task"] == TASKS[0]
 
 
+def test_published_episodes_can_be_filtered_and_kept_in_another_way(published: dict[str, Path], tmp_path: Path) -> None:
+    """Without simulator states: pictures from video to PNG, and one episode left out, the others copied."""
+    png = convert([published["video"]], tmp_path / "png", "lerobot", "png").folder
+    left = filter_dataset([png], tmp_path / "two", Filter(without_numbers=(1,))).folder
+    before, after = ([load_episode(info) for info in list_episodes([folder])] for folder in (published["video"], left))
+    assert [episode.num_steps for episode in after] == [LENGTHS[0], LENGTHS[2]]
+    for theirs, ours in zip([before[0], before[2]], after):
+        assert np.array_equal(theirs.actions_NA(), ours.actions_NA()) and ours.steps[0].sim_states_ED is None
+        for t, frame in theirs.frames().items():
+            assert np.array_equal(frame.images["image2"], ours.frames()[t].images["image2"])
+            assert np.array_equal(frame.state, ours.frames()[t].state)
+        assert ours.provenance["filtered"]["from"].startswith(str(png))
+    with pytest.raises(DatasetError, match="does not say in which environment it was recorded"):
+        require_replayable(list_episodes([left])[0], after[0])
+
+
 def test_published_data_cannot_become_libero_hdf5(published: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="3 of 3 episodes have no simulator states and joint positions"):
         convert([published["png"]], tmp_path / "hdf5", "hdf5")
@@ -228,3 +247,14 @@ def test_damaged_folders_are_named(published: dict[str, Path], tmp_path: Path) -
     (broken / "meta/info.json").write_text("{")
     with pytest.raises(DatasetError, match=r"info\.json: not JSON"):
         open_catalog(broken)
+
+
+def test_lerobots_own_quantiles_are_found_wrong_and_made_true(published: dict[str, Path], tmp_path: Path) -> None:
+    """LeRobot gives an envelope of per-episode quantiles (LeRobot #4156); `data stats --write` puts the true ones there."""
+    folder = tmp_path / "theirs"
+    shutil.copytree(published["png"], folder)
+    before = [finding for finding in check([folder]).faults if finding.name == "statistics"]
+    assert any("q99 of action" in finding.text for finding in before), "count, mean, range and deviation are right"
+    assert all(finding.text.startswith("q") for finding in before)
+    assert main(["data", "stats", str(folder), "--write"]) == 0
+    assert check([folder]).faults == []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -91,26 +89,12 @@ def _write_for_ever(folder: Path, make: MakeEpisode, reports: Connection) -> Non
 
 
 @pytest.mark.faults
-def test_sigkill_at_any_moment_loses_at_most_the_running_episode(tmp_path: Path, make_episode: MakeEpisode) -> None:
+def test_sigkill_at_any_moment_loses_at_most_the_running_episode(
+    tmp_path: Path, make_episode: MakeEpisode, kill_writer: Callable[..., list[int]]
+) -> None:
     """Each round kills the writer at another moment after an episode; what it reported is there and whole, and recording goes on."""
-    fork = multiprocessing.get_context("fork")  # nothing to import again: many rounds in little time
     for round_number in range(12):
-        receiver, sender = fork.Pipe(duplex=False)
-        writer = fork.Process(target=_write_for_ever, args=(tmp_path, make_episode, sender))
-        writer.start()
-        sender.close()
-        reported = [receiver.recv() for _ in range(2)]
-        spin_until = time.perf_counter() + round_number * 0.0013
-        while time.perf_counter() < spin_until:
-            pass
-        os.kill(writer.pid, signal.SIGKILL)  # type: ignore[arg-type]
-        writer.join()
-        assert writer.exitcode == -signal.SIGKILL
-        while receiver.poll():
-            try:
-                reported.append(receiver.recv())
-            except EOFError:
-                break
+        reported = kill_writer(_write_for_ever, (tmp_path, make_episode), 2, round_number * 0.0013)
         numbers = EpisodeStore(tmp_path).numbers()
         assert numbers in (list(range(reported[-1] + 1)), list(range(reported[-1] + 2))), "a gap, or a reported episode is not there"
         assert all(read_episode(EpisodeStore(tmp_path).path(number)).num_steps == 20 for number in numbers[-5:])
