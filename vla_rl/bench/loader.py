@@ -1,8 +1,9 @@
 """`vla-rl bench loader`: samples per second against LeRobot's own loader, from the same files, and against bare decoding.
 
 Regime: demonstrations of libero_object, 128 px, two views, recorded here by the scripted expert; one process without workers;
-samples in a random order, each with 16 actions. `png` and `video` (AV1) are the two forms of LeRobotDataset v3.0; `windows` are
-four observations in a row (`delta_timestamps`). Ours reads batches of 64, LeRobot reads item by item, as its DataLoader does.
+samples in a random order, each with 16 actions. `png` and `video` (AV1) are the two forms of LeRobotDataset v3.0; `rows` are PNG with
+one action (LeRobot decodes the pictures of every row that a chunk of actions takes); `windows` are four observations in a row
+of video (`delta_timestamps`). Ours reads batches of 64, LeRobot reads item by item, as its DataLoader does.
 CPU time, in turns, each in a fresh process.
 Limit: decoding the same pictures and nothing else: from memory for PNG, the file from front to end for video and HDF5 (lzf).
 """
@@ -24,11 +25,11 @@ from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
 
 MODULE = "vla_rl.bench.loader"
 CHUNK, BATCH, WINDOW = 16, 64, (-3, -2, -1, 0)
-BARS = {"png": 1.0, "video": 1.0, "windows": 2.0}
+BARS = {"png": 1.0, "rows": 1.0, "video": 1.0, "windows": 2.0}
 """Ours over LeRobot's, samples per second."""
 BAR_LIMIT = 0.8
 """Fraction of bare decoding, for pictures at random (PNG, HDF5) and for windows of video."""
-LIMITED = ("png", "hdf5", "windows")
+LIMITED = ("png", "rows", "hdf5", "windows")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         written = run_fresh(MODULE, "prepare", folder, str(options.episodes))
         print(json.dumps(written), flush=True)
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
-        rows = [_case(case, folder, options.samples, options.rounds) for case in ("png", "video", "windows", "hdf5")]
+        rows = [_case(case, folder, options.samples, options.rounds) for case in ("png", "rows", "video", "windows", "hdf5")]
     ratio = min(row["ratio"] / BARS[row["case"]] for row in rows if "ratio" in row)
     fraction = min(row["fraction_of_limit"] for row in rows if row["case"] in LIMITED)
     print(f"smallest ratio over its bar: {ratio:.2f}; smallest fraction of bare decoding: {fraction:.2f} (bar {BAR_LIMIT})", flush=True)
@@ -95,7 +96,7 @@ def _written(store: Any, episodes: Sequence[Any]) -> dict[str, float]:
 
 def measure(folder: Path, case: str, loader: str, samples: int) -> dict[str, float]:
     """One process: samples per CPU second, after a first batch that opens the files."""
-    data = folder / {"png": "png", "video": "video", "windows": "video", "hdf5": "run"}[case]
+    data = folder / {"png": "png", "rows": "png", "video": "video", "windows": "video", "hdf5": "run"}[case]
     make = {"ours": _ours, "lerobot": _lerobot, "decode": _decode}[loader]
     read = make(data, case, samples)
     read(0, BATCH)
@@ -121,7 +122,8 @@ def _ours(data: Path, case: str, samples: int) -> Read:
     order = _order(len(dataset), samples)
     if case == "windows":
         return lambda first, last: _window_batch(dataset, order[first:last])
-    return lambda first, last: dataset.columns(order[first:last], CHUNK)
+    chunk = 1 if case == "rows" else CHUNK
+    return lambda first, last: dataset.columns(order[first:last], chunk)
 
 
 def _window_batch(dataset: Any, index_B: np.ndarray) -> object:
@@ -136,8 +138,8 @@ def _lerobot(data: Path, case: str, samples: int) -> Read:
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     fps = 20
-    deltas = {"action": [step / fps for step in range(CHUNK)]}
-    if case == "windows":
+    deltas: dict[str, list[float]] | None = None if case == "rows" else {"action": [step / fps for step in range(CHUNK)]}
+    if case == "windows" and deltas is not None:
         observed = ("observation.images.image", "observation.images.image2", "observation.state")
         deltas |= {name: [step / fps for step in WINDOW] for name in observed}
     dataset = LeRobotDataset("bench", root=data, delta_timestamps=deltas, video_backend="pyav", return_uint8=True)
@@ -147,7 +149,7 @@ def _lerobot(data: Path, case: str, samples: int) -> Read:
 
 def _decode(data: Path, case: str, samples: int) -> Read:
     """As many pictures as the samples hold, decoded and nothing else."""
-    if case == "png":
+    if case in ("png", "rows"):
         return _decode_png(data, samples)
     if case == "hdf5":
         return _decode_hdf5(data)
