@@ -37,7 +37,7 @@ check: $(STAMP)
 	$(BIN)/pyright
 
 openpi-client: $(STAMP)
-	$(BIN)/python -m vla_rl.bench.openpi_client
+	$(BIN)/python -m vla_rl.bench.openpi_environment
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -22,6 +22,10 @@ class EvaluatedPolicy:
     """Actions of each predicted chunk that are executed, at least 1; None: what the policy was made for."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the policy of `checkpoint` computes; `auto` takes CUDA where there is a GPU."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """`bf16` computes in bfloat16 with half the memory for weights: other actions, by a few per cent of their range."""
+    compile: bool = False
+    """Compile the networks of flow policies (pi0, pi0.5, GR00T) with `torch.compile`; the first chunk waits for the compiler."""
     timeout_s: float = 60.0
     """Seconds that a server may take to connect and for each answer; above 0."""
 

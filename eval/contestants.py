@@ -47,14 +47,17 @@ def _policy(config: EvalConfig) -> Contestant:
 
 def _local_policy(config: EvalConfig) -> Contestant:
     from vla_rl.engine.world import device_kind
+    from vla_rl.policies.accelerate import accelerate
     from vla_rl.policies.checkpoint import load_acting_policy
     from vla_rl.policy_actor import PolicyActor
 
     asked = config.policy
     assert asked.checkpoint is not None, "EvalConfig checks it"
     device = device_kind(asked.device, "policy.device")
-    policy = load_acting_policy(asked.checkpoint, device)
+    policy = accelerate(load_acting_policy(asked.checkpoint, device), asked.precision, asked.compile)
     notes = _horizon_notes(asked.executed_horizon, policy.spec.executed_horizon)
+    if asked.precision != "fp32":
+        notes += (f"the policy computes in {asked.precision}",)
     if asked.executed_horizon is not None:
         policy.spec = replace(policy.spec, executed_horizon=asked.executed_horizon)
     actor = PolicyActor(policy, batch_size=config.pool.workers, name=asked.checkpoint, device=device)

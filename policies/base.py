@@ -42,7 +42,8 @@ class PolicySpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PolicySpec:
         """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError for values that make no spec."""
-        return cls(**{**values, "views": tuple(values["views"]), "conventions": Conventions.from_dict(values["conventions"])})
+        numbers = {name: int(values[name]) for name in ("chunk_length", "executed_horizon", "resolution")}
+        return cls(**numbers, views=tuple(values["views"]), conventions=Conventions.from_dict(values["conventions"]))
 
 
 @dataclass

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from vla_rl.config import build, to_plain
 from vla_rl.policies.base import PolicySpec
-from vla_rl.policies.factory import FAMILIES, family, make_policy
+from vla_rl.policies.factory import family, make_policy
 from vla_rl.policies.inference import ActingPolicy
 from vla_rl.policies.lerobot_files import TOKENIZER_FOLDER, read_statistics, write_lerobot_files
 from vla_rl.policies.lerobot_policy import load_lerobot_policy
 from vla_rl.policies.module import PolicyModule
+from vla_rl.policies.pi0.imported import PI0_TYPES
 from vla_rl.policies.published import CONFIG_FILE, OWN_FILE, Layout, detect_layout, published_policy, read_json, resolve_folder
 from vla_rl.policies.strict_load import load_weights
 from vla_rl.policies.tensor_files import WEIGHTS_FILE, CheckpointError
@@ -98,7 +99,7 @@ def load_acting_policy(folder: str | Path, device: torch.device | str = "cpu") -
     Raises CheckpointError, StatisticsError or ConfigError naming what is wrong.
     """
     folder = resolve_folder(folder)
-    if detect_layout(folder) is Layout.LEROBOT and read_json(folder / CONFIG_FILE)["type"] not in FAMILIES:
+    if detect_layout(folder) is Layout.LEROBOT and read_json(folder / CONFIG_FILE)["type"] not in PI0_TYPES:
         return load_lerobot_policy(folder, device)
     return load_policy(folder, device)
 

@@ -11,9 +11,9 @@ import torch
 from vla_rl.errors import UserError
 from vla_rl.policies.base import PolicySpec
 from vla_rl.policies.checkpoint import meta_policy
-from vla_rl.policies.factory import FAMILIES
 from vla_rl.policies.lerobot_files import chunk_sizes, policy_views
 from vla_rl.policies.module import PolicyModule
+from vla_rl.policies.pi0.imported import PI0_TYPES
 from vla_rl.policies.published import CONFIG_FILE, Layout, detect_layout, read_json, resolve_folder
 from vla_rl.policies.strict_load import destination_names
 from vla_rl.policies.tensor_files import CheckpointError, TensorFiles
@@ -76,7 +76,7 @@ def inspect_checkpoint(folder: str | Path) -> CheckpointReport:
     layout = detect_layout(folder)
     files = TensorFiles.open(folder)
     family = _family(folder, layout)
-    if layout is Layout.LEROBOT and family not in FAMILIES:
+    if layout is Layout.LEROBOT and family not in PI0_TYPES:
         return _foreign(folder, layout, family, files)
     try:
         policy = meta_policy(folder)

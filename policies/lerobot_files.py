@@ -121,7 +121,7 @@ def policy_views(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, ..
     inputs = dict(config.get("input_features") or {})
     names: dict[str, str] = {policy: env for env, policy in _rename_map(folder).items()}
     pictures = {key: inputs[key]["shape"] for key in inputs if inputs[key]["type"] == "VISUAL" and not key.startswith(_EMPTY_CAMERA)}
-    views = tuple(names.get(key, key).removeprefix(IMAGES) for key in pictures)
+    views = tuple(str(names.get(key, key)).removeprefix(IMAGES) for key in pictures)
     unknown = [view for view in views if view not in VIEWS]
     if unknown or not views:
         raise CheckpointError(

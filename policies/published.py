@@ -85,9 +85,12 @@ def published_policy(folder: Path) -> PolicyModule:
 
     Raises CheckpointError for a folder of another kind, and for everything in it that does not fit.
     """
+    from vla_rl.policies.groot.imported import nvidia_groot
     from vla_rl.policies.pi0.imported import PI0_TYPES, lerobot_pi0, openpi_pi0
 
     layout = detect_layout(folder)
+    if layout is Layout.GROOT:
+        return nvidia_groot(folder)
     if layout is Layout.OPENPI:
         return openpi_pi0(folder)
     if layout is Layout.LEROBOT:
@@ -95,7 +98,10 @@ def published_policy(folder: Path) -> PolicyModule:
         if family in PI0_TYPES:
             return lerobot_pi0(folder)
         raise CheckpointError(f"{folder} is LeRobot's {family!r}: it can act and be served, but vla-rl has no such family to train")
-    raise CheckpointError(f"{folder} has the layout of {layout.value}, which vla-rl cannot load yet")
+    raise CheckpointError(
+        f"{folder} is an OpenVLA: its Prismatic network (DINOv2, SigLIP and Llama 2) is no family of vla-rl. Serve it where its code runs, "
+        "and evaluate it with policy.remote"
+    )
 
 
 def norm_stats_files(folder: Path) -> list[Path]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from vla_rl.config import ConfigError
@@ -46,6 +44,10 @@ class ServeConfig:
     """Largest request (MiB); above 0. Two 512-pixel pictures are 1.5 MiB."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the policy computes; `auto` takes CUDA where there is a GPU."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """`bf16` computes in bfloat16 with half the memory for weights: other actions, by a few per cent of their range."""
+    compile: bool = False
+    """Compile the networks of flow policies (pi0, pi0.5, GR00T) with `torch.compile`; the first chunk waits for the compiler."""
     seed: int = 0
     """Of the noise of clients that give no seed; at least 0."""
     allow_kill: bool = False
@@ -75,12 +77,13 @@ def run_serve(config: ServeConfig) -> int:
     Raises what the checkpoint raises, and OSError for a port that is taken.
     """
     from vla_rl.engine.world import device_kind
+    from vla_rl.policies.accelerate import accelerate
     from vla_rl.policies.checkpoint import load_acting_policy
     from vla_rl.policies.published import resolve_folder
 
     device = device_kind(config.device, "device")
     folder = resolve_folder(config.checkpoint)
-    policy = load_acting_policy(folder, device)
+    policy = accelerate(load_acting_policy(folder, device), config.precision, config.compile)
     served = ServedPolicy(config.checkpoint, folder_digest(folder), policy.spec)
     serve_in_foreground(config, policy, served, device, lambda url: print(f"{served.name} is served at {url}", flush=True))
     return 0
@@ -89,29 +92,27 @@ def run_serve(config: ServeConfig) -> int:
 def serve_in_foreground(
     config: ServeConfig, policy: ActingPolicy, served: ServedPolicy, device: str, started: Callable[[str], None]
 ) -> None:
-    """Serve a loaded policy until SIGINT or SIGTERM; `started` gets the URL as soon as clients can connect."""
+    """Serve a loaded policy until SIGINT or SIGTERM; `started` gets the URL as soon as clients can connect. For the main thread."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        serve(config, policy, served, device, stop, started)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    async def run() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await serve(config, policy, served, device, stop, started)
 
-    asyncio.run(run())
-
-
-async def serve(
-    config: ServeConfig, policy: ActingPolicy, served: ServedPolicy, device: str, stop: asyncio.Event, started: Callable[[str], None]
+def serve(
+    config: ServeConfig, policy: ActingPolicy, served: ServedPolicy, device: str, stop: threading.Event, started: Callable[[str], None]
 ) -> None:
-    """Serve a loaded policy until `stop` is set."""
+    """Serve a loaded policy until `stop` is set. Raises OSError for a port that is taken."""
     batcher = Batcher(policy, config.max_batch, config.max_wait_ms / 1000.0, device)
     limit = round(config.max_message_mib * 2**20)
     service = Service(batcher, served, config.seed, limit, os.environ.get(TOKEN_VARIABLE))
-    run = serve_openpi if config.protocol == "openpi" else partial(serve_groot, allow_kill=config.allow_kill)
-    try:
-        await run(service, config.listen, stop, started)
-    finally:
-        await asyncio.to_thread(batcher.close)
+    if config.protocol == "openpi":
+        serve_openpi(service, config.listen, stop, started)
+    else:
+        serve_groot(service, config.listen, stop, started, config.allow_kill)
 
 
 @contextmanager
@@ -120,32 +121,29 @@ def served_in_background(config: ServeConfig, policy: ActingPolicy, served: Serv
 
     Raises OSError for a port that is taken.
     """
+    stop, ready = threading.Event(), threading.Event()
     urls: list[str] = []
     failures: list[OSError] = []
-    ready = threading.Event()
-    stopper: list[Callable[[], object]] = []
 
-    async def run() -> None:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        stopper.append(lambda: loop.call_soon_threadsafe(stop.set))
-        await serve(config, policy, served, "cpu", stop, lambda url: (urls.append(url), ready.set())[0])
+    def started(url: str) -> None:
+        urls.append(url)
+        ready.set()
 
-    def thread() -> None:
+    def run() -> None:
         try:
-            asyncio.run(run())
+            serve(config, policy, served, "cpu", stop, started)
         except OSError as error:
             failures.append(error)
         finally:
             ready.set()
 
-    worker = threading.Thread(target=thread, name="policy server")
-    worker.start()
+    thread = threading.Thread(target=run, name="policy server")
+    thread.start()
     ready.wait()
     try:
         if failures:
             raise failures[0]
         yield urls[0]
     finally:
-        if worker.is_alive():
-            stopper[0]()
-        worker.join()
+        stop.set()
+        thread.join()

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import zmq
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
-from websockets.sync.client import connect
 
 from vla_rl.episode import VIEWS, Float32, Observation
 from vla_rl.policies.remote import groot, openpi
 from vla_rl.policies.remote.messages import MessageError, pack_groot, pack_openpi, unpack_groot, unpack_openpi
 from vla_rl.policies.remote.served import ENTRY, RemoteError, ServedPolicy
+from vla_rl.policies.remote.websocket import open_websocket
 
 TOKEN_VARIABLE = "VLA_RL_API_TOKEN"
 """Environment variable with the token that a server asks for; a token on a command line would be visible to everyone on the machine."""
@@ -62,11 +62,9 @@ class OpenpiClient:
         """Connect and read the server's metadata. Raises RemoteError."""
         self._url, self._timeout_s = url, timeout_s
         token = os.environ.get(TOKEN_VARIABLE)
-        headers = {"Authorization": f"Api-Key {token}"} if token else None
+        headers = {"Authorization": f"Api-Key {token}"} if token else {}
         try:
-            self._connection = connect(
-                url, compression=None, max_size=MAX_ANSWER_BYTES, additional_headers=headers, open_timeout=timeout_s, close_timeout=1.0
-            )
+            self._connection = open_websocket(url, timeout_s, MAX_ANSWER_BYTES, headers)
         except InvalidStatus as error:
             raise RemoteError(f"{url} refused the connection: {error}; if it wants a token, set {TOKEN_VARIABLE}") from error
         except (OSError, InvalidHandshake, InvalidURI) as error:
@@ -93,7 +91,7 @@ class OpenpiClient:
 
     def _receive(self) -> bytes:
         try:
-            answer = self._connection.recv(timeout=self._timeout_s)
+            answer = self._connection.receive(self._timeout_s)
         except TimeoutError as error:
             raise RemoteError(_late(self._url, self._timeout_s)) from error
         except ConnectionClosed as error:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,8 @@ ACTIVE_S = 5.0
 """A client counts as one that may ask for this long after its last request: ZMQ does not say when a peer leaves."""
 HARD_LIMIT = 4
 """ZMQ drops the connection of a peer that sends more than this many times the limit; below that, the error is told."""
+MOST_REQUESTS = 64
+"""Observations that can wait in the batcher at the same time, a thread each."""
 
 
 @dataclass
@@ -42,13 +46,24 @@ class _Clients:
         return len(self.last_s)
 
 
-async def serve_groot(
-    service: Service, listen: Listen, stop: asyncio.Event, started: Callable[[str], None], allow_kill: bool = False
-) -> None:
+def serve_groot(service: Service, listen: Listen, stop: threading.Event, started: Callable[[str], None], allow_kill: bool = False) -> None:
     """Serve until `stop` is set (or a client says `kill`, if allowed); `started` gets the URL as soon as clients can connect.
 
     Raises OSError for a port that is taken or an address that is not this machine's.
     """
+    with ThreadPoolExecutor(MOST_REQUESTS, thread_name_prefix="request") as threads:
+        asyncio.run(_serve(service, listen, stop, started, allow_kill, threads))
+
+
+async def _serve(
+    service: Service,
+    listen: Listen,
+    stop: threading.Event,
+    started: Callable[[str], None],
+    allow_kill: bool,
+    threads: ThreadPoolExecutor,
+) -> None:
+    asyncio.get_running_loop().set_default_executor(threads)
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT * service.max_message_bytes)
@@ -71,7 +86,7 @@ async def serve_groot(
     try:
         started(f"tcp://{listen.host}:{_bind(socket, listen)}")
         listener = asyncio.create_task(listen_on())
-        await stop.wait()
+        await asyncio.to_thread(stop.wait)
         listener.cancel()
         await asyncio.gather(*running)
     finally:
@@ -90,7 +105,7 @@ def _bind(socket: zmq.asyncio.Socket, listen: Listen) -> int:
     return listen.port
 
 
-async def _reply(service: Service, message: bytes, client: str, killable: asyncio.Event | None) -> bytes:
+async def _reply(service: Service, message: bytes, client: str, killable: threading.Event | None) -> bytes:
     """The answer to one request; whatever goes wrong is an answer too, because a client waits for exactly one."""
     try:
         if len(message) > service.max_message_bytes:
@@ -105,7 +120,7 @@ async def _reply(service: Service, message: bytes, client: str, killable: asynci
         return pack_groot({"error": error_text(error)})
 
 
-async def _call(service: Service, request: dict[str, Any], client: str, killable: asyncio.Event | None) -> Any:
+async def _call(service: Service, request: dict[str, Any], client: str, killable: threading.Event | None) -> Any:
     endpoint = request.get("endpoint", "get_action")
     if endpoint == "get_action":
         return await _get_action(service, request.get("data"), client)
@@ -126,12 +141,13 @@ async def _get_action(service: Service, data: Any, client: str) -> list[Any]:
     observations, seeds, flat = read_request(data, service.served.spec.views)
     if seeds is None:
         seeds = [service.noise_seed(client, row) for row in range(len(observations))]
-    asked = [service.batcher.submit(observation, seed) for observation, seed in zip(observations, seeds)]
-    answers = await asyncio.gather(*(asyncio.wrap_future(future) for future in asked))
+    service.batcher.clients = max(service.batcher.clients, len(observations))
+    asked = [asyncio.to_thread(service.batcher.ask, observation, seed) for observation, seed in zip(observations, seeds)]
+    answers = await asyncio.gather(*asked)
     return actions_message(np.stack([answer.actions_CA for answer in answers]), flat)
 
 
-def _kill(killable: asyncio.Event | None) -> dict[str, str]:
+def _kill(killable: threading.Event | None) -> dict[str, str]:
     if killable is None:
         raise MessageError("this server does not end on a client's request; start it with --allow-kill, or stop it where it runs")
     killable.set()

@@ -19,7 +19,7 @@ from serving_policies import EchoPolicy
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import ServerConnection, serve
 
-from vla_rl.bench.openpi_client import openpi_python
+from vla_rl.bench.openpi_environment import openpi_python
 from vla_rl.conventions import Conventions
 from vla_rl.episode import STATE_DIM, VIEWS, Observation
 from vla_rl.policies.remote.client import open_client
@@ -37,7 +37,7 @@ def test_openpis_own_client_drives_our_server() -> None:
     config = ServeConfig("echo", port=0)
     with served_in_background(config, policy, ServedPolicy("echo", "digest", policy.spec)) as url:
         script = Path(__file__).with_name("openpi_script.py")
-        done = subprocess.run([str(python), str(script), url], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([str(python), "-P", str(script), url], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert int(seen["numpy"].split(".")[0]) < 2

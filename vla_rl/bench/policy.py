@@ -115,7 +115,9 @@ def make_our_policy(config: Pi0Config) -> Pi0Policy:
     statistics = Statistics({name: FeatureStats.from_values(values) for name, values in limits.items()})
     policy = make_policy(config, statistics, policy_spec(config, resolution=config.vision.image_size)).eval()
     assert isinstance(policy, Pi0Policy)
-    policy.model.action_out_proj.weight.data.normal_(std=0.05, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in policy.parameters():  # adaptive norms start at zero, and would hide every layer
+        parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
     return policy
 
 

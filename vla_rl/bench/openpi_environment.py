@@ -1,6 +1,6 @@
 """openpi's own client in an environment of its own, because it needs numpy below 2: the peer of tests and of `vla-rl bench serve`.
 
-`python -m vla_rl.bench.openpi_client` (or `make openpi-client`) builds it inside the project's environment, once.
+`python -m vla_rl.bench.openpi_environment` (or `make openpi-client`) builds it inside the project's environment, once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = "openpi-client==0.1.2"
+PACKAGES = ("openpi-client==0.1.2", "typing-extensions")
+"""openpi-client imports typing_extensions without asking for it."""
 FOLDER = Path(sys.prefix) / "openpi-client"
 DONE = "installed"
 """Written last, so that an installation that was interrupted is made again."""
@@ -25,10 +26,11 @@ def openpi_python() -> Path:
     FOLDER.parent.mkdir(parents=True, exist_ok=True)
     with open(FOLDER.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (FOLDER / DONE).is_file():
+        wanted = "\n".join(PACKAGES)
+        if not (FOLDER / DONE).is_file() or (FOLDER / DONE).read_text() != wanted:
             _run("uv", "venv", "--clear", "--python", sys.executable, str(FOLDER))
-            _run("uv", "pip", "install", "--python", str(python), PACKAGE)
-            (FOLDER / DONE).write_text(PACKAGE + "\n")
+            _run("uv", "pip", "install", "--python", str(python), *PACKAGES)
+            (FOLDER / DONE).write_text(wanted)
     return python
 
 

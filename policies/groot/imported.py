@@ -1,0 +1,192 @@
+"""GR00T N1.7 from NVIDIA's folder: `config.json`, sharded weights, `processor_config.json`, `statistics.json`, `embodiment_id.json`.
+
+NVIDIA's LIBERO policies know the embodiment `libero_sim`: single parts (x, y, z, roll, pitch, yaw, gripper) with statistics of their
+own, and a gripper that is 1 when open. The backbone's sizes are not in the folder: `model_name` names them, as Cosmos-Reason2-2B or as
+a local folder with Qwen3-VL's `config.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vla_rl.policies.factory import make_policy, policy_spec
+from vla_rl.policies.groot.config import ActionHeadConfig, AttentionStackConfig, GrootConfig, QwenBackboneConfig, QwenVisionConfig
+from vla_rl.policies.lerobot_files import TOKENIZER_FOLDER
+from vla_rl.policies.module import PolicyModule
+from vla_rl.policies.processor import Normalization
+from vla_rl.policies.published import CONFIG_FILE, read_json
+from vla_rl.policies.remote.groot import ACTION_PARTS, STATE_PARTS, VIDEO_KEYS
+from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
+from vla_rl.policies.tensor_files import CheckpointError
+from vla_rl.policies.tokenizer import TOKENIZER_FILE
+
+EMBODIMENT = "libero_sim"
+"""NVIDIA's tag of LIBERO's simulated Panda."""
+COSMOS = "Cosmos-Reason2-2B"
+"""The backbone of N1.7, whose sizes are `QwenBackboneConfig`'s defaults."""
+EXECUTED_HORIZON = 8
+"""Actions that NVIDIA's LIBERO evaluation executes before it looks again."""
+GRIPPER = ACTION_PARTS.index("gripper")
+_STATISTICS = ("min", "max", "mean", "std", "q01", "q99")
+
+
+def nvidia_groot(folder: Path) -> PolicyModule:
+    """The GR00T N1.7 of NVIDIA's folder, without its weights. Raises CheckpointError naming what is missing or not supported."""
+    fields = read_json(folder / CONFIG_FILE)
+    if fields["model_type"] != "Gr00tN1d7":
+        raise CheckpointError(
+            f"{folder} is {fields['model_type']}: its Eagle backbone is not here; serve it and use policy.remote"
+        )
+    settings = read_json(folder / "processor_config.json").get("processor_kwargs", {})
+    modalities = _modalities(folder, settings)
+    valid = len(modalities["action"]["delta_indices"])
+    config = GrootConfig(
+        chunk_length=int(fields["action_horizon"]),
+        executed_horizon=min(EXECUTED_HORIZON, valid),
+        denoise_steps=int(fields.get("num_inference_timesteps", 4)),
+        backbone=_backbone(folder, fields),
+        head=_head(folder, fields),
+        prompt_tokens=_prompt_tokens(folder, fields, modalities),
+        model_state_dim=int(fields["max_state_dim"]),
+        model_action_dim=int(fields["max_action_dim"]),
+        normalization=Normalization.QUANTILES if settings.get("use_percentiles", False) else Normalization.MIN_MAX,
+        clip_outliers=bool(settings.get("clip_outliers", True)),
+        crop=_crop(settings),
+        shift_pixels=0,
+        state_dropout=float(fields.get("state_dropout_prob", 0.0)),
+    )
+    tokenizer = folder / TOKENIZER_FOLDER
+    if not (tokenizer / TOKENIZER_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} holds no {TOKENIZER_FOLDER}/{TOKENIZER_FILE}; put that of its backbone ({fields['model_name']}) there"
+        )
+    spec = policy_spec(config, _pixels(settings), views=_views(folder, modalities))
+    with torch.device("meta"):
+        return make_policy(config, _statistics(folder), spec, tokenizer_folder=str(tokenizer))
+
+
+def _modalities(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What LIBERO's embodiment sees and does. Raises CheckpointError for a folder without it, and for actions relative to the state."""
+    known = settings.get("modality_configs", {})
+    if EMBODIMENT not in known:
+        raise CheckpointError(
+            f"{folder} knows {', '.join(known) or 'no embodiment'}; vla-rl acts as {EMBODIMENT!r}, so fine-tune it for LIBERO first"
+        )
+    modalities = known[EMBODIMENT]
+    for name, parts in (("state", tuple(STATE_PARTS)), ("action", ACTION_PARTS)):
+        if tuple(modalities[name]["modality_keys"]) != parts:
+            raise CheckpointError(f"{folder}: the {name} of {EMBODIMENT} is {modalities[name]['modality_keys']}, it must be {list(parts)}")
+    if settings.get("use_relative_action"):
+        raise CheckpointError(f"{folder}: use_relative_action is set, which vla-rl does not undo; serve it and use policy.remote")
+    return modalities
+
+
+def _views(folder: Path, modalities: Mapping[str, Any]) -> tuple[str, ...]:
+    names = {name: view for view, name in VIDEO_KEYS.items()}
+    keys = modalities["video"]["modality_keys"]
+    if any(key not in names for key in keys):
+        raise CheckpointError(f"{folder} looks at {', '.join(keys)}; LIBERO has {', '.join(names)}")
+    return tuple(names[key] for key in keys)
+
+
+def _head(folder: Path, fields: Mapping[str, Any]) -> ActionHeadConfig:
+    embodiments = read_json(folder / "embodiment_id.json")
+    if EMBODIMENT not in embodiments:
+        raise CheckpointError(f"{folder / 'embodiment_id.json'} has no number for {EMBODIMENT!r}; it has {', '.join(embodiments)}")
+    return ActionHeadConfig(
+        vl_attention=_stack(fields.get("vl_self_attention_cfg") or {"num_layers": 0, "num_attention_heads": 32, "attention_head_dim": 64}),
+        dit=_stack(fields["diffusion_model_cfg"]),
+        text_every=int(fields.get("attend_text_every_n_blocks", 2)) if fields.get("use_alternate_vl_dit", True) else 0,
+        hidden_width=int(fields["hidden_size"]),
+        embodiments=int(fields["max_num_embodiments"]),
+        embodiment=int(embodiments[EMBODIMENT]),
+        positions=int(fields["max_seq_len"]),
+        time_buckets=int(fields["num_timestep_buckets"]),
+    )
+
+
+def _stack(fields: Mapping[str, Any]) -> AttentionStackConfig:
+    return AttentionStackConfig(int(fields["num_layers"]), int(fields["num_attention_heads"]), int(fields["attention_head_dim"]))
+
+
+def _backbone(folder: Path, fields: Mapping[str, Any]) -> QwenBackboneConfig:
+    """Sizes of the backbone by its name. Raises CheckpointError for a name whose sizes nobody says."""
+    name, layer = str(fields["model_name"]), int(fields["select_layer"])
+    if name.rpartition("/")[2] == COSMOS:
+        return QwenBackboneConfig(read_layer=layer)
+    if not (Path(name) / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder}: model_name is {name!r}; its sizes are known for {COSMOS} and for folders with a {CONFIG_FILE}")
+    published = read_json(Path(name) / CONFIG_FILE)
+    text, vision = published["text_config"], published["vision_config"]
+    rope = text.get("rope_parameters") or text["rope_scaling"]
+    pixels = int(fields["image_target_size"][0])
+    return QwenBackboneConfig(
+        vision=QwenVisionConfig(
+            image_size=pixels,
+            patch_size=vision["patch_size"],
+            merge=vision["spatial_merge_size"],
+            width=vision["hidden_size"],
+            depth=vision["depth"],
+            mlp_width=vision["intermediate_size"],
+            heads=vision["num_heads"],
+            positions=vision["num_position_embeddings"],
+            deepstack=tuple(vision["deepstack_visual_indexes"]),
+        ),
+        read_layer=layer,
+        width=text["hidden_size"],
+        mlp_width=text["intermediate_size"],
+        heads=text["num_attention_heads"],
+        kv_heads=text["num_key_value_heads"],
+        head_width=text["head_dim"],
+        vocabulary=text["vocab_size"],
+        rope_theta=float(rope["rope_theta"]),
+        rope_sections=_three(rope["mrope_section"]),
+    )
+
+
+def _three(values: Sequence[int]) -> tuple[int, int, int]:
+    first, second, third = values
+    return first, second, third
+
+
+def _prompt_tokens(folder: Path, fields: Mapping[str, Any], modalities: Mapping[str, Any]) -> int:
+    """Room for the pictures, their marks, and sixty tokens of instruction (LIBERO's longest has fewer)."""
+    tokens = _backbone(folder, fields).vision.tokens
+    return len(modalities["video"]["modality_keys"]) * (tokens + 2) + 64
+
+
+def _crop(settings: Mapping[str, Any]) -> float:
+    crop, target = settings.get("image_crop_size"), settings.get("image_target_size")
+    return 1.0 if not crop or not target else crop[0] / target[0]
+
+
+def _pixels(settings: Mapping[str, Any]) -> int:
+    return int((settings.get("image_target_size") or (256, 256))[0])
+
+
+def _statistics(folder: Path) -> Statistics:
+    """State and actions from their parts; the gripper as the env has it, so that its low end lies above its high one."""
+    entries = read_json(folder / "statistics.json").get(EMBODIMENT)
+    if entries is None:
+        raise CheckpointError(f"{folder / 'statistics.json'} has no {EMBODIMENT!r}; restore the file that was saved with the weights")
+    actions = _joined(folder, entries, "action", ACTION_PARTS)
+    flipped = {name: 1.0 - 2.0 * values[GRIPPER] for name, values in actions.items() if name != "std"}
+    for name, values in actions.items():
+        values[GRIPPER] = 2.0 * values[GRIPPER] if name == "std" else flipped[name]
+    state = _joined(folder, entries, "state", tuple(STATE_PARTS))
+    return Statistics(
+        {STATE: FeatureStats.from_dict(STATE, state, _STATISTICS), ACTION: FeatureStats.from_dict(ACTION, actions, _STATISTICS)}
+    )
+
+
+def _joined(folder: Path, entries: Mapping[str, Any], modality: str, parts: Sequence[str]) -> dict[str, np.ndarray]:
+    missing = [part for part in parts if part not in entries.get(modality, {})]
+    if missing:
+        raise CheckpointError(f"{folder / 'statistics.json'} lacks {modality} {', '.join(missing)} of {EMBODIMENT}")
+    rows = [entries[modality][part] for part in parts]
+    return {name: np.concatenate([np.asarray(row[name], np.float64).reshape(-1) for row in rows]) for name in _STATISTICS}
