@@ -53,7 +53,6 @@ class _Seat:
     """What the actor knows about one environment."""
 
     spec: EpisodeSpec
-    prompt: str = ""
     observation: Observation | None = None
     """Waits for an answer; None while the env executes one."""
     driver: Driver = Driver.WAITING
@@ -134,7 +133,7 @@ class OperatedActor:
     def submit(self, env: int, observation: Observation) -> None:
         """See `Actor.submit`."""
         seat = self._seats[env]
-        seat.observation, seat.prompt = observation, observation.prompt
+        seat.observation = observation
         self._note_executed(env, seat)
 
     def ready(self, timeout_s: float) -> list[tuple[int, ActionChunk]]:
@@ -181,10 +180,6 @@ class OperatedActor:
         """Mean of the last actions' distances in time in `env` (s); None: too few, or running free."""
         recent = self._seats[env].log.periods_s[-RECENT_ACTIONS:] if env in self._seats else []
         return sum(recent) / len(recent) if len(recent) == RECENT_ACTIONS else None
-
-    def prompt(self, env: int) -> str:
-        """The instruction of what runs in `env`; empty before its first observation."""
-        return self._seats[env].prompt if env in self._seats else ""
 
     def spec_of(self, env: int) -> EpisodeSpec | None:
         """What runs in `env`."""

@@ -38,6 +38,8 @@ class PageOperator:
     """Port of the page; 0 lets the system choose a free one. 0 to 65535."""
     views: tuple[str, ...] = (VIEW_AGENT,)
     """Cameras that the page shows; each costs rendering time, never control rate."""
+    resolution: int = 256
+    """Pixels of the pictures on the page, whatever the dataset's are; 16 to 1024."""
     idle_steps: int | None = 10
     """Control steps without motion after which time stands still until the next motion; none: it never does. At least 1."""
     absence: AbsenceRule = field(default_factory=AbsenceRule)
@@ -50,6 +52,8 @@ class PageOperator:
             raise ValueError(f"device is {self.device!r} and teleoperator is {self.teleoperator!r}; device 'lerobot' needs its type name")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, must be 0 to 65535")
+        if not 16 <= self.resolution <= 1024:
+            raise ValueError(f"resolution is {self.resolution}, must be 16 to 1024 pixels")
         if self.idle_steps is not None and self.idle_steps < 1:
             raise ValueError(f"idle_steps is {self.idle_steps}, must be at least 1")
         if not self.views:

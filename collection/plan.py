@@ -91,6 +91,19 @@ def _other_goals(config: CollectConfig, task: int) -> list[tuple[str, str]]:
     return other_goals(config.suite, task)
 
 
+def instruction(config: CollectConfig, spec: EpisodeSpec) -> str:
+    """What the env will say that is to be done."""
+    if spec.prompt:
+        return spec.prompt
+    if spec.suite == "reach":
+        from vla_rl.sim.reach_layout import task_prompt
+
+        return task_prompt(spec.task)
+    from vla_rl.sim.libero.tasks import prompt
+
+    return prompt(spec.suite, spec.task, config.env.prompt_source)
+
+
 def _max_steps(suite: str) -> int:
     if suite == "reach":
         return REACH_MAX_STEPS

@@ -241,7 +241,8 @@ def record_session(
         session = Session(config, numbers, source, control, board)
         server = PageServer(session.say, board, operator, Joined, Left)
         pool = make_pool(config.pool, config.env, make_env)
-        watched = stack.enter_context(closing(WatchedPool(pool, make_pool(config.pool, config.env, make_env), operator.views, server.show)))
+        mirrors = make_pool(config.pool, replace(config.env, resolution=operator.resolution), make_env)
+        watched = stack.enter_context(closing(WatchedPool(pool, mirrors, operator.views, server.show)))
         board.conventions = pool.spec.conventions
         recorder = Recorder(store, run.episodes_file, pool.spec, config.frame_every, config.keep_failures)
         filler = replace(config.pool, workers=1)

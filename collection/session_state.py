@@ -13,6 +13,7 @@ from vla_rl.collection.browser.pictures import FILM_QUALITY, encode, film_sheet
 from vla_rl.collection.config import CollectConfig
 from vla_rl.collection.control import Control
 from vla_rl.collection.operated_actor import OperatedActor
+from vla_rl.collection.plan import instruction
 from vla_rl.collection.takes import Written, film_of
 from vla_rl.conventions import Conventions, Orientation
 from vla_rl.datasets.collected import Store
@@ -59,7 +60,7 @@ class Board:
         self._cards = [_card_of_row(row) for row in read_jsonl(log) if row["outcome"] != "crash"]
         self._films: dict[int, list[UInt8]] = {}
         self._last: dict[int, dict[str, str]] = {}
-        self._prompts: dict[int, str] = {}
+        self._prompts = {spec.task: instruction(config, spec) for spec in specs}
         self._note = ""
         self._published_s = 0.0
 
@@ -140,9 +141,6 @@ class Board:
     def _env_view(self, env: int, control: Control, actor: OperatedActor) -> dict[str, Any]:
         state, spec, period_s = control.envs[env], actor.spec_of(env), actor.period_s(env)
         rate = None if period_s is None else 1.0 / period_s
-        prompt = actor.prompt(env)
-        if spec is not None and prompt and not spec.prompt:
-            self._prompts[spec.task] = prompt
         return {
             "env": env,
             "driver": state.driver.value,
@@ -153,7 +151,7 @@ class Board:
             "step": state.steps,
             "max_steps": 0 if spec is None else spec.protocol.max_steps,
             "task": None if spec is None else spec.task,
-            "prompt": prompt,
+            "prompt": "" if spec is None else instruction(self._config, spec),
             "scene": "" if spec is None else spec.init.partition(":")[2],
             "rate": None if rate is None else round(rate, 1),
             "slow": rate is not None and rate < SLOW_RATIO * self.conventions.control_rate_hz,
@@ -167,7 +165,7 @@ class Board:
         return [
             {
                 "task": task,
-                "prompt": self._prompts.get(task, f"{self._config.suite} task {task}"),
+                "prompt": self._prompts[task],
                 "recorded": sum(number in self._recorded for number in numbers),
                 "wanted": len(numbers),
             }

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 INSTALL = "apt-get update && apt-get install -y chromium"
-PATIENCE_S = 40.0
+PATIENCE_S = 25.0
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-port=0")
 
 

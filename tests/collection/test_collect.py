@@ -19,9 +19,11 @@ from vla_rl.collection import collect as collect_module
 from vla_rl.collection.collect import CollectConfig, collect, run_collect
 from vla_rl.collection.plan import action_noise, plan_demonstrations
 from vla_rl.config import ConfigError, build, to_plain
+from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.hdf5 import read_episode
+from vla_rl.datasets.lerobot_store import LeRobotStore
 from vla_rl.datasets.loader import DataConfig, open_datasets
-from vla_rl.datasets.store import EpisodeStore
+from vla_rl.datasets.store import EpisodeStore, list_episodes
 from vla_rl.episode import SPLITS, Episode
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_jsonl
@@ -48,6 +50,24 @@ def test_rendering_afterwards_gives_the_same_files(reach_recipe: Recipe) -> None
     collect(live)
     collect(afterwards)
     assert files(live) == files(afterwards)
+
+
+def test_both_formats_resume_with_what_either_lacks(reach_recipe: Recipe) -> None:
+    """An HDF5 file is deleted, and the newest LeRobot episode taken out: the next start brings both back, and the same."""
+    config, whole = (reach_recipe(name, format="both", frame_every=1, pictures="h264") for name in ("run", "whole"))
+    collect(whole)
+    collect(config)
+    run = Path(config.run_dir)
+    store = LeRobotStore(run / "lerobot", "h264")
+    with store.writing():
+        last = max(list_episodes([run / "lerobot"]), key=lambda info: info.entry.episode_index)  # type: ignore[attr-defined]
+        store.remove(last.entry.row["number"])  # type: ignore[attr-defined]
+    (run / "episodes/episode_000000.hdf5").unlink()
+    assert collect(config).recorded_now == 2
+    assert files(config) == files(whole) and store.numbers() == list(range(6))
+    hdf5, lerobot = list_episodes([run / "episodes"]), list_episodes([run / "lerobot"])
+    for one, other in zip(hdf5, lerobot):
+        assert one.spec == other.spec and (load_episode(one).actions_NA() == load_episode(other).actions_NA()).all()
 
 
 def test_libero_files_hold_the_same_episodes(reach_recipe: Recipe) -> None:
@@ -194,6 +214,8 @@ def test_all_goals_show_one_scene_once_per_prompt(reach_recipe: Recipe) -> None:
         ({"noise_std": [0.5, 0.2]}, r"noise_std is \[0.5, 0.2\], must be \[low, high\]"),
         ({"suite": "reach"}, "'reach' needs both"),
         ({"frame_evry": 3}, "frame_every"),
+        ({"format": "both"}, "format is 'both' and frame_every 3; LeRobot has a picture in every row"),
+        ({"format": "lerobot", "frame_every": 1, "libero_files": True}, "libero_files needs the HDF5 files"),
         ({"suite": "libero_10", "tasks": [2]}, "no scripted expert"),
     ],
 )

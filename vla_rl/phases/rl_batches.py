@@ -7,7 +7,7 @@ Shape legend: B rows (chunks of all episodes, in spec order);  C actions per chu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def training_rows(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_
     records = [sampled[0] if _is_operators(step) else next(remaining) for step in steps] if sampled else []
     return TrainingRows(
         **vars(scalars),
-        observations=[step.observation for step in steps],
+        observations=[replace(step.observation, privileged={}) for step in steps],  # as the policy saw it
         record=stack_records(records),
         behaviour_BC=torch.stack([torch.from_numpy(record.log_prob_C) for record in records]),
     )
