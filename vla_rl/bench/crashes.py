@@ -32,7 +32,7 @@ from vla_rl.telemetry.files import read_jsonl
 
 EPISODES = 2000
 """Of the recipe: more than all rounds together record."""
-WITHIN_S = 0.6
+WITHIN_S = 0.4
 """A kill comes at most so long after the collection began to write."""
 
 
@@ -97,7 +97,7 @@ def kill_once(folder: Path, after_s: float) -> list[str]:
     time.sleep(after_s)
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join()
-    return problems_of(folder, newest=12)
+    return problems_of(folder, newest=6)
 
 
 def problems_of(folder: Path, newest: int) -> list[str]:
