@@ -34,7 +34,7 @@ def lerobot_policy(ours: PolicyModule) -> Any:
     config: Pi0Config = ours.config
     pi05 = config.family == "pi05"
     module: Any = modeling_pi05 if pi05 else modeling_pi0
-    size = (config.vision.image_size,) * 2
+    size = (config.vision.image_size, config.vision.image_size)
     pictures = {IMAGES + view: PolicyFeature(FeatureType.VISUAL, (3, *size)) for view in ours.spec.views}
     fields = (PI05Config if pi05 else PI0Config)(
         device="cpu",

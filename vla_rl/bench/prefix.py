@@ -131,6 +131,7 @@ def _policy_and_batch() -> tuple[Pi0Policy, Batch]:
     limits = {STATE: np.array([[-1.0] * STATE_DIM, [1.0] * STATE_DIM]), ACTION: np.array([[-1.0] * ACTION_DIM, [1.0] * ACTION_DIM])}
     statistics = Statistics({name: FeatureStats.from_values(values) for name, values in limits.items()})
     policy = make_policy(CONFIG, statistics, policy_spec(CONFIG, resolution=CONFIG.vision.image_size)).eval()
+    assert isinstance(policy, Pi0Policy)
     policy.model.action_out_proj.weight.data.normal_(std=0.05, generator=torch.Generator().manual_seed(0))
     return policy, policy.preprocess([_observation(seed) for seed in SEEDS])
 
