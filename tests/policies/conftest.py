@@ -11,6 +11,8 @@ import pytest
 
 from vla_rl.episode import ACTION_DIM, STATE_DIM, VIEWS, Observation
 from vla_rl.policies.factory import make_policy, policy_spec
+from vla_rl.policies.flow_policy import FlowPolicy
+from vla_rl.policies.groot.config import GROOT_PRESETS
 from vla_rl.policies.pi0.config import PI0_PRESETS
 from vla_rl.policies.pi0.policy import Pi0Policy
 from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
@@ -47,15 +49,23 @@ def observe() -> Callable[..., list[Observation]]:
     return make
 
 
-@pytest.fixture(params=["tiny", "tiny_pi05"])
-def policy(request: pytest.FixtureRequest, statistics: Statistics) -> Pi0Policy:
-    """A tiny policy of each family, in evaluation mode."""
-    config = PI0_PRESETS[request.param]
-    return make_policy(config, statistics, policy_spec(config, resolution=64)).eval()
+FLOW_FAMILIES = {"pi0": PI0_PRESETS["tiny"], "pi05": PI0_PRESETS["tiny_pi05"], "groot": GROOT_PRESETS["tiny"]}
+"""A tiny config of each family that denoises actions."""
+
+
+@pytest.fixture(params=FLOW_FAMILIES)
+def policy(request: pytest.FixtureRequest, statistics: Statistics) -> FlowPolicy:
+    """A tiny policy of each of these families, in evaluation mode."""
+    config = FLOW_FAMILIES[request.param]
+    policy = make_policy(config, statistics, policy_spec(config, resolution=64)).eval()
+    assert isinstance(policy, FlowPolicy)
+    return policy
 
 
 @pytest.fixture
 def tiny(statistics: Statistics) -> Pi0Policy:
     """A tiny pi0, in evaluation mode."""
     config = PI0_PRESETS["tiny"]
-    return make_policy(config, statistics, policy_spec(config, resolution=64)).eval()
+    policy = make_policy(config, statistics, policy_spec(config, resolution=64)).eval()
+    assert isinstance(policy, Pi0Policy)
+    return policy

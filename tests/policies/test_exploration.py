@@ -18,6 +18,7 @@ from vla_rl.policies.base import LossSums, PolicyOutput, TransitionBatch
 from vla_rl.policies.checkpoint import CheckpointError, load_policy, load_weights, save_policy
 from vla_rl.policies.critic import Critic, CriticConfig
 from vla_rl.policies.extend import HEADS, extend_policy
+from vla_rl.policies.flow_policy import FlowPolicy
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.noise_head import NoiseHeadConfig
 from vla_rl.policies.pi0.policy import Pi0Policy
@@ -31,7 +32,7 @@ METHODS = [
 IDS = ["flow_sde-one", "flow_sde-all", "flow_noise-all"]
 
 
-def explorer(policy: Pi0Policy, reads: str = "prefix", detach: bool = True) -> Pi0Policy:
+def explorer(policy: FlowPolicy, reads: str = "prefix", detach: bool = True) -> FlowPolicy:
     """The policy with both heads and weights that make every input matter."""
     extended = extend_policy(policy, CriticConfig(reads=reads, detach=detach, hidden=(16,)), NoiseHeadConfig(hidden=(16,)), seed=1)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +49,7 @@ def record_of(output: PolicyOutput) -> TransitionBatch:
 @pytest.mark.parametrize("exploration", METHODS, ids=IDS)
 @pytest.mark.parametrize("reads", ["prefix", "expert"])
 def test_the_trainer_sees_the_rollouts_log_probs_and_values_bit_for_bit(
-    policy: Pi0Policy, observe: Observe, exploration: Exploration, reads: str
+    policy: FlowPolicy, observe: Observe, exploration: Exploration, reads: str
 ) -> None:
     acting = explorer(policy, reads)
     training: Any = Engine(explorer(policy, reads), EngineConfig(device="cpu"), total_updates=1).policy.train()
@@ -65,7 +66,7 @@ def test_the_trainer_sees_the_rollouts_log_probs_and_values_bit_for_bit(
     assert scored.velocity_BKCA.shape == (6, steps, policy.config.chunk_length, policy.config.model_action_dim)
 
 
-def test_a_row_explores_alike_in_any_batch_of_one_shape(policy: Pi0Policy, observe: Observe) -> None:
+def test_a_row_explores_alike_in_any_batch_of_one_shape(policy: FlowPolicy, observe: Observe) -> None:
     acting, observations = explorer(policy), observe(6)
     among = acting.act(acting.preprocess(observations), range(6), METHODS[0])
     moved = acting.act(acting.preprocess(observations[::-1]), list(range(6))[::-1], METHODS[0])
@@ -73,7 +74,7 @@ def test_a_row_explores_alike_in_any_batch_of_one_shape(policy: Pi0Policy, obser
         assert torch.equal(getattr(among, name), getattr(moved, name).flip(0)), name
 
 
-def test_without_exploration_the_heads_change_nothing(policy: Pi0Policy, observe: Observe) -> None:
+def test_without_exploration_the_heads_change_nothing(policy: FlowPolicy, observe: Observe) -> None:
     batch = policy.preprocess(observe(3))
     plain, extended = policy.act(batch, range(3)), extend_policy(policy, CriticConfig(), NoiseHeadConfig(), seed=0).act(batch, range(3))
     assert torch.equal(plain.actions_BCA, extended.actions_BCA)
@@ -173,7 +174,7 @@ def test_log_prob_gradient_reaches_expert_and_noise_head(tiny: Pi0Policy, observ
     record = record_of(engine.infer(lambda policy: policy.act(batch, range(4), METHODS[2])))
     before = {name: weight.clone() for name, weight in engine.named_weights()}
 
-    def loss(policy: Pi0Policy, rows: slice) -> LossSums:
+    def loss(policy: FlowPolicy, rows: slice) -> LossSums:
         scored = policy.log_prob(batch.select(rows), record.select(rows), METHODS[2])
         return LossSums(-scored.log_prob_BC.sum(), torch.tensor(2.0), {})
 
