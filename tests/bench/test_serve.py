@@ -21,9 +21,9 @@ OPTIONS = argparse.Namespace(record=None)
 def test_the_null_policy_is_served() -> None:
     policy = serve.NullPolicy()
     observation = Observation({view: np.zeros((8, 8, 3), np.uint8) for view in VIEWS}, np.zeros(STATE_DIM, np.float32), "reach")
-    with served_in_background(ServeConfig("null", port=0), policy, ServedPolicy("null", "", policy.spec)) as url:
-        with closing(open_client(url, 20.0)) as client:
-            assert client.ask(observation, 0).tolist() == [[0.0] * 7] * serve.CHUNK
+    served = ServedPolicy("null", "", policy.spec)
+    with served_in_background(ServeConfig("null", port=0), policy, served) as url, closing(open_client(url, 20.0)) as client:
+        assert client.ask(observation, 0).tolist() == [[0.0] * 7] * serve.CHUNK
 
 
 def test_the_ratio_is_the_round_trips_and_throughput_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
