@@ -12,7 +12,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 
 from vla_rl.config import ConfigError, build
+from vla_rl.engine.config import EngineConfig
+from vla_rl.engine.engine import Engine
+from vla_rl.engine.tensors import full_tensor
 from vla_rl.episode import ACTION_DIM, Observation
+from vla_rl.policies.base import LossSums
 from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.groot.config import (
@@ -171,6 +175,35 @@ def test_without_turns_every_block_sees_all_real_tokens() -> None:
     transformer = DiffusionTransformer(AttentionStackConfig(depth=3, heads=1, head_width=4), 4, 4, text_every=0)
     masks = transformer.masks(torch.tensor([[True, True, False]]), torch.tensor([[True, False, False]]))
     assert [mask.flatten().tolist() for mask in masks] == [[True, True, False]] * 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("backbone", ["conv", "qwen3_vl"])
+def test_blocks_that_run_twice_get_the_whole_gradient_when_they_are_sharded(
+    backbone: str, recompute: bool, statistics: Statistics, observe: Observe, qwen_tokenizer: Path
+) -> None:
+    """Blocks that attend to the features give keys and values once and attend later: FSDP and recomputation see two calls of one module."""
+    language = replace(GROOT_PRESETS["tiny"].backbone.language, depth=2)  # pyright: ignore[reportAttributeAccessIssue]
+    conv = replace(GROOT_PRESETS["tiny"], backbone=replace(GROOT_PRESETS["tiny"].backbone, language=language))
+    config = conv if backbone == "conv" else replace(QWEN_POLICY, tokenizer=str(qwen_tokenizer))
+    plain, sharded = (randomized(config, statistics).train() for _ in range(2))
+    batch = plain.preprocess(observe(4), np.zeros((4, 8, ACTION_DIM), np.float32), np.ones((4, 8), bool))
+    sums = plain.sft_loss(batch, range(4))
+    (sums.loss_sum / sums.count).backward()
+    settings = EngineConfig(device="cpu", shard_by="blocks", activation_checkpointing=recompute)
+    engine = Engine(sharded, settings, total_updates=1)
+    count = float(sums.count) / 2
+
+    def loss(policy: GrootPolicy, first: int) -> LossSums:
+        return policy.sft_loss(batch.select(slice(first, first + 2)), range(first, first + 2))
+
+    engine.forward_backward([0, 2], loss, lambda first: count)
+    gradients = {name: full_tensor(p.grad) for name, p in engine.trainable().items() if p.grad is not None}
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient is not None
+        torch.testing.assert_close(gradients[name], gradient, atol=2e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")  # float32 sums
 
 
 def test_features_are_computed_once_per_chunk(tiny_groot: GrootPolicy, observe: Observe, monkeypatch: pytest.MonkeyPatch) -> None:
