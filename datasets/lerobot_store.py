@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +23,11 @@ import pyarrow as pa
 
 from vla_rl.datasets import lerobot_format as names
 from vla_rl.datasets.files import only_writer, write_bytes
-from vla_rl.datasets.lerobot_catalog import read_episode_rows, read_table, read_tasks
-from vla_rl.datasets.lerobot_format import Pictures, Place
+from vla_rl.datasets.lerobot_catalog import open_catalog, read_episode_rows, read_table, read_tasks
+from vla_rl.datasets.lerobot_copy import copy_episode
+from vla_rl.datasets.lerobot_format import Pictures, Place, is_lerobot
 from vla_rl.datasets.lerobot_parts import EpisodeParts, parts_of, require_fitting
-from vla_rl.datasets.lerobot_read import lerobot_infos, read_lerobot_episode
+from vla_rl.datasets.lerobot_read import LeRobotInfo, lerobot_infos, read_lerobot_episode
 from vla_rl.datasets.lerobot_tables import (
     as_counts,
     data_file_number,
@@ -44,6 +46,10 @@ from vla_rl.episode import Episode
 
 STATISTICS_EVERY = 1.02
 """`meta/stats.json` is written again when the dataset has grown by this factor (and at the end): quantiles take all rows."""
+
+
+ASIDE = ".aside"
+"""Folder of episodes that are about to move up."""
 
 
 class LeRobotStore:
@@ -67,6 +73,7 @@ class LeRobotStore:
         with only_writer(self.folder):
             self._state = _State(self.folder, self.pictures)
             try:
+                self._bring_back()
                 yield
             finally:
                 state, self._state = self._state, None
@@ -91,8 +98,31 @@ class LeRobotStore:
         return read_lerobot_episode(found[0])
 
     def remove(self, number: int) -> None:
-        """Take the last episode out again. Raises DatasetError for another one: LeRobot finds episodes by their position."""
-        self._writer().remove_last(number)
+        """Take an episode out again. Those after it move up, because LeRobot finds episodes by their position.
+
+        They are copied aside first, so that a kill in between loses none. Raises DatasetError for a number that is not there.
+        """
+        writer, infos = self._writer(), sorted(lerobot_infos(self.folder), key=lambda info: info.entry.episode_index)
+        numbers = [info.entry.row["number"] for info in infos]
+        if number not in numbers:
+            raise DatasetError(f"{self.folder}: no episode with number {number}")
+        place = numbers.index(number)
+        if later := infos[place + 1 :]:
+            aside = LeRobotStore(self.folder / ASIDE, self.pictures)
+            with aside.writing():
+                _copy(later, aside)
+        while len(writer.numbers) > place:
+            writer.remove_last()
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Append what was copied aside and is missing here."""
+        aside = self.folder / ASIDE
+        if is_lerobot(aside):
+            infos = sorted(lerobot_infos(aside), key=lambda info: info.entry.episode_index)
+            _copy([info for info in infos if info.entry.row["number"] not in self._writer().numbers], self)
+        if aside.exists():
+            shutil.rmtree(aside)
 
     def append(self, episodes: Sequence[EpisodeParts]) -> int:
         """Append episodes that share their files; returns the bytes written. Raises DatasetError and StorageError."""
@@ -198,15 +228,9 @@ class _State:
             self.write_statistics()
         return size
 
-    def remove_last(self, number: int) -> None:
-        """See `LeRobotStore.remove`. Totals shrink before files go, so that nothing is promised that is not there."""
-        last = self._rows[-1] if self._rows else {}
-        if last.get("number") != number:
-            raise DatasetError(
-                f"{self.folder}: episode {number} is not the last one recorded, and later ones cannot move; "
-                "remove it from the finished dataset with vla-rl data filter --without-numbers"
-            )
-        self._rows.pop()
+    def remove_last(self) -> None:
+        """Take the last episode out. Totals shrink before its files go, so that nothing is promised that is not there."""
+        last = self._rows.pop()
         self._write_info()
         for path in reversed(files_of(last)):
             (self.folder / path).unlink()
@@ -270,3 +294,9 @@ class _State:
         if self._rows:
             write_bytes(self.folder / names.STATS_PATH, json_bytes(self._tally.statistics()))
             self._statistics_at = math.ceil(STATISTICS_EVERY * len(self._rows))
+
+
+def _copy(infos: Sequence[LeRobotInfo], store: LeRobotStore) -> None:
+    """Append episodes as they are stored, under their own numbers."""
+    for info in infos:
+        store.append([copy_episode(info, open_catalog(info.path), info.entry.row["number"])])

@@ -16,7 +16,7 @@ import pytest
 from vla_rl.datasets.collected import collected_store
 from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.lerobot_format import Pictures
-from vla_rl.datasets.lerobot_store import LeRobotStore
+from vla_rl.datasets.lerobot_store import LeRobotStore, _State
 from vla_rl.datasets.schema import DatasetError, StorageError
 from vla_rl.datasets.store import list_episodes
 from vla_rl.episode import Episode
@@ -119,14 +119,45 @@ def test_only_one_process_writes(write_folder: WriteFolder) -> None:
         pass
 
 
-def test_undo_takes_the_last_episode_out(write_folder: WriteFolder, make_episode: MakeEpisode, seen_by_lerobot: SeenByLeRobot) -> None:
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_undo_takes_an_episode_out_and_later_ones_move_up(
+    write_folder: WriteFolder, make_episode: MakeEpisode, seen_by_lerobot: SeenByLeRobot, number: int
+) -> None:
     store = write_folder([make_episode(seed=seed, steps=5 + seed) for seed in range(3)])
+    left = [n for n in range(3) if n != number]
     with store.writing():
-        with pytest.raises(DatasetError, match="episode 0 is not the last one recorded"):
-            store.remove(0)
-        store.remove(2)
+        store.remove(number)
         store.write(7, make_episode(seed=9, steps=4), 1)
-    assert store.numbers() == [0, 1, 7] and store.load(7).num_steps == 4
+        with pytest.raises(DatasetError, match="no episode with number 5"):
+            store.remove(5)
+    assert store.numbers() == [*left, 7] and [store.load(n).num_steps for n in (*left, 7)] == [*(5 + n for n in left), 4]
     theirs = seen_by_lerobot(store.folder)
-    assert len(theirs) == 5 + 6 + 4
-    assert np.array_equal(theirs.meta.stats["action"]["max"], np.max([theirs[i]["action"].numpy() for i in range(15)], axis=0))
+    assert len(theirs) == sum(5 + n for n in left) + 4
+    rows = np.stack([theirs[i]["action"].numpy() for i in range(len(theirs))])
+    assert np.array_equal(rows, np.concatenate([store.load(n).actions_NA() for n in (*left, 7)]))
+    assert np.array_equal(theirs.meta.stats["action"]["max"], rows.max(0))
+
+
+@pytest.mark.parametrize("removals", [0, 1, 2])
+def test_killed_during_an_undo_nothing_but_its_episode_may_be_gone(
+    write_folder: WriteFolder, make_episode: MakeEpisode, monkeypatch: pytest.MonkeyPatch, removals: int
+) -> None:
+    """After so many episodes have left their place: the next writer brings those that were copied aside back."""
+    store = write_folder([make_episode(seed=seed, steps=5 + seed) for seed in range(4)])
+    left, remove_last = removals, _State.remove_last
+
+    def stop(self: _State) -> None:
+        nonlocal left
+        if left == 0:
+            raise Killed
+        left -= 1
+        remove_last(self)
+
+    with pytest.raises(Killed), store.writing():
+        monkeypatch.setattr(_State, "remove_last", stop)
+        store.remove(1)
+    monkeypatch.undo()
+    with store.writing():
+        pass
+    assert store.numbers() == [0, 1, 2, 3] and [store.load(n).num_steps for n in range(4)] == [5, 6, 7, 8]
+    assert not (store.folder / ".aside").exists()
