@@ -30,6 +30,21 @@ def median_iqr(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles as a row keeps them."""
+    middle, low, high = median_iqr(values)
+    return {"median": round(middle, 4), "q25": round(low, 4), "q75": round(high, 4)}
+
+
+def measure_in_turns(module: str, systems: Sequence[str], rounds: int, *arguments: str) -> dict[str, list[dict[str, float]]]:
+    """`rounds` measurements of each system, `python -m module measure SYSTEM arguments` in fresh processes that take turns."""
+    runs: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
+    for _ in range(rounds):
+        for system, measured in runs.items():
+            measured.append(run_fresh(module, "measure", system, *arguments))
+    return runs
+
+
 def run_fresh(module: str, *arguments: str, threads: int = 1, timeout_s: float = 900.0) -> dict[str, Any]:
     """Run `python -m module arguments` in a fresh process and parse its last output line as JSON.
 

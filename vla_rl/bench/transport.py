@@ -25,7 +25,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
+from vla_rl.bench.common import benchmark_parser, finish, measure_in_turns, spread
 from vla_rl.bench.zero_cost import RESOLUTION, Frames, ZeroCostEnv, ZeroCostGymnasium
 from vla_rl.episode import ACTION_DIM, VIEWS, ActionChunk, EpisodeSpec
 from vla_rl.sim.base import EnvConfig, EnvFault, EnvReply, Look
@@ -59,15 +59,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _row(num_envs: int, rounds: int, seconds: float) -> dict[str, Any]:
     """All systems at one number of envs, in turns."""
-    runs: dict[str, list[dict[str, float]]] = {system: [] for system in ("ours", *PEERS)}
-    for _ in range(rounds):
-        for system, measured in runs.items():
-            measured.append(run_fresh("vla_rl.bench.transport", "measure", system, str(num_envs), str(seconds)))
+    runs = measure_in_turns("vla_rl.bench.transport", ("ours", *PEERS), rounds, str(num_envs), str(seconds))
     rates = {system: [run["rate"] for run in measured] for system, measured in runs.items()}
     row = {
         "envs": num_envs,
-        "env_steps_per_s": {system: _spread(values) for system, values in rates.items()},
-        "ratio": {peer: _spread([ours / theirs for ours, theirs in zip(rates["ours"], rates[peer])]) for peer in PEERS},
+        "env_steps_per_s": {system: spread(values) for system, values in rates.items()},
+        "ratio": {peer: spread([ours / theirs for ours, theirs in zip(rates["ours"], rates[peer])]) for peer in PEERS},
         "limit_env_steps_per_s": statistics.median(run["limit"] for run in runs["ours"]),
         "fraction_of_limit": statistics.median(run["rate"] / run["limit"] for run in runs["ours"]),
         "probes": {name: statistics.median(run[name] for run in runs["ours"]) for name in ("copy_us", "round_trip_us", "wake_ups")},
@@ -75,11 +72,6 @@ def _row(num_envs: int, rounds: int, seconds: float) -> dict[str, Any]:
     }
     print(_line(row), flush=True)
     return row
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    middle, low, high = median_iqr(values)
-    return {"median": round(middle, 3), "q25": round(low, 3), "q75": round(high, 3)}
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
+from vla_rl.bench.common import benchmark_parser, finish, measure_in_turns, spread
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine
 from vla_rl.engine.tensors import local_tensor
@@ -79,27 +79,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def _row(mebibytes: int, rounds: int) -> dict[str, Any]:
     """All systems at one size, in turns."""
-    runs: dict[str, list[dict[str, float]]] = {system: [] for system in (*SYSTEMS, "gather")}
-    for _ in range(rounds):
-        for system, measured in runs.items():
-            measured.append(run_fresh("vla_rl.bench.weights", "measure", system, str(mebibytes)))
+    runs = measure_in_turns("vla_rl.bench.weights", (*SYSTEMS, "gather"), rounds, str(mebibytes))
     seconds = {system: [run["seconds"] for run in measured] for system, measured in runs.items()}
     row = {
         "mebibytes": mebibytes,
-        "seconds": {system: _spread(values) for system, values in seconds.items()},
-        "ratio": {peer: _spread([p / o for o, p in zip(seconds["mapped"], seconds[peer])]) for peer in SYSTEMS if peer != "mapped"},
-        "fraction_of_limit": _spread([run["fraction_of_limit"] for run in runs["mapped"]]),
-        "gather_s": _spread([run["gather_s"] for run in runs["mapped"]]),
+        "seconds": {system: spread(values) for system, values in seconds.items()},
+        "ratio": {peer: spread([p / o for o, p in zip(seconds["mapped"], seconds[peer])]) for peer in SYSTEMS if peer != "mapped"},
+        "fraction_of_limit": spread([run["fraction_of_limit"] for run in runs["mapped"]]),
+        "gather_s": spread([run["gather_s"] for run in runs["mapped"]]),
         "memory_copy_gb_per_s": statistics.median(run["copy_gb_per_s"] for run in runs["mapped"]),
         "load_average": os.getloadavg()[0],
     }
     print(_line(row), flush=True)
     return row
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    middle, low, high = median_iqr(values)
-    return {"median": round(middle, 4), "q25": round(low, 4), "q75": round(high, 4)}
 
 
 def _line(row: dict[str, Any]) -> str:
