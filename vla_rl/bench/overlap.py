@@ -20,7 +20,7 @@ import torch
 
 from vla_rl.algorithms.config import AlgorithmConfig
 from vla_rl.algorithms.corrections import Correction
-from vla_rl.bench.common import benchmark_parser, finish, median_iqr
+from vla_rl.bench.common import benchmark_parser, finish, spread
 from vla_rl.cluster.config import ClusterConfig
 from vla_rl.phases.rl import run_rl
 from vla_rl.phases.rl_config import RlConfig
@@ -91,15 +91,10 @@ def _steps(config: RlConfig, update_s: float) -> list[dict[str, float]]:
 def _row(staleness: int, measured: Sequence[dict[str, float]]) -> dict[str, Any]:
     row: dict[str, Any] = {"max_staleness": staleness, "steps": len(measured)}
     for name in ("step_s", "rollout_s", "limit_s"):
-        row[name] = _spread([step[name] for step in measured])
-    row["fraction_of_limit"] = _spread([step["limit_s"] / step["step_s"] for step in measured])
+        row[name] = spread([step[name] for step in measured])
+    row["fraction_of_limit"] = spread([step["limit_s"] / step["step_s"] for step in measured])
     row["mean_step_s"] = round(statistics.fmean(step["step_s"] for step in measured), 4)
     return row
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    middle, low, high = median_iqr(values)
-    return {"median": round(middle, 4), "q25": round(low, 4), "q75": round(high, 4)}
 
 
 def _recipe(folder: Path, number: int, staleness: int, episodes: int) -> RlConfig:
