@@ -12,6 +12,7 @@ from lerobot.policies.pi0.configuration_pi0 import PI0Config
 from lerobot.policies.pi05 import modeling_pi05
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
+from vla_rl.bench.lerobot_peer import lerobot_sizes
 from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config, TransformerConfig, VisionConfig
 from vla_rl.policies.pi0.model import Pi0Model
 from vla_rl.policies.pi0.policy import PI0_FLOW
@@ -58,44 +59,22 @@ def small_config(family: Any, kv_heads: int) -> Pi0Config:
     )
 
 
-def lerobot_model(config: Pi0Config, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """LeRobot's class, with its size table and the sizes that it hard-codes replaced by ours, and random weights everywhere."""
+def lerobot_model(config: Pi0Config) -> Any:
+    """LeRobot's class at our sizes, with random weights everywhere."""
     module = modeling_pi0 if config.family == "pi0" else modeling_pi05
-    sizes = {"gemma_2b": config.language, "gemma_300m": config.expert}
-
-    def gemma_config(variant: str) -> Any:
-        size = sizes[variant]
-        return module.GemmaConfig(size.width, size.depth, size.mlp_width, size.heads, size.kv_heads, size.head_width)
-
-    paligemma, expert = module.PaliGemmaForConditionalGenerationWithPiGemma, module.PiGemmaForCausalLM
-
-    def small_paligemma(config: Any, ours: Pi0Config = config) -> Any:
-        vision, tower = config.vision_config, ours.vision
-        vision.hidden_size, vision.num_hidden_layers, vision.num_attention_heads = tower.width, tower.depth, tower.heads
-        vision.intermediate_size, vision.patch_size, vision.projection_dim = tower.mlp_width, tower.patch_size, ours.language.width
-        config.text_config.vocab_size = ours.vocabulary
-        return paligemma(config=config)
-
-    def small_expert(config: Any) -> Any:
-        config.vocab_size = VOCABULARY
-        return expert(config=config)
-
-    monkeypatch.setattr(module, "get_gemma_config", gemma_config)
-    monkeypatch.setattr(module, "PaliGemmaForConditionalGenerationWithPiGemma", small_paligemma)
-    monkeypatch.setattr(module, "PiGemmaForCausalLM", small_expert)
     config_class, model_class = (PI0Config, "PI0Pytorch") if config.family == "pi0" else (PI05Config, "PI05Pytorch")
-    model = getattr(module, model_class)(
-        config_class(
-            device="cpu",
-            dtype="float32",
-            chunk_size=config.chunk_length,
-            n_action_steps=config.chunk_length,
-            max_state_dim=config.model_state_dim,
-            max_action_dim=config.model_action_dim,
-            num_inference_steps=config.denoise_steps,
-            image_resolution=(config.vision.image_size,) * 2,
-        )
-    ).eval()
+    fields = config_class(
+        device="cpu",
+        dtype="float32",
+        chunk_size=config.chunk_length,
+        n_action_steps=config.chunk_length,
+        max_state_dim=config.model_state_dim,
+        max_action_dim=config.model_action_dim,
+        num_inference_steps=config.denoise_steps,
+        image_resolution=(config.vision.image_size,) * 2,
+    )
+    with lerobot_sizes(module, config):
+        model = getattr(module, model_class)(fields).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.12
@@ -140,9 +119,9 @@ CASES = [(family, kv_heads) for family in ("pi0", "pi05") for kv_heads in (1, 8)
 
 
 @pytest.mark.parametrize(("family", "kv_heads"), CASES)
-def test_training_error_equals_lerobots(family: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_error_equals_lerobots(family: str, kv_heads: int) -> None:
     config = small_config(family, kv_heads)
-    theirs = lerobot_model(config, monkeypatch)
+    theirs = lerobot_model(config)
     ours, inputs = our_model(config, theirs), random_inputs(config)
     expected = theirs(*lerobot_arguments(config, inputs), inputs.actions, inputs.noise, inputs.time)
     prefix = ours.encode_prefix(inputs.images, inputs.tokens, inputs.token_mask)
@@ -156,7 +135,7 @@ def test_training_error_equals_lerobots(family: str, kv_heads: int, monkeypatch:
 @pytest.mark.parametrize(("family", "kv_heads"), CASES)
 def test_velocities_and_sampled_actions_equal_lerobots(family: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small_config(family, kv_heads)
-    theirs = lerobot_model(config, monkeypatch)
+    theirs = lerobot_model(config)
     ours, inputs = our_model(config, theirs), random_inputs(config)
     velocities: list[torch.Tensor] = []
     denoise_step = theirs.denoise_step

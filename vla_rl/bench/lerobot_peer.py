@@ -49,7 +49,7 @@ def lerobot_policy(ours: PolicyModule) -> Any:
         input_features=pictures | {STATE: PolicyFeature(FeatureType.STATE, (STATE_DIM,))},
         output_features={ACTION: PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))},
     )
-    with _small(module, config):
+    with lerobot_sizes(module, config):
         policy = (module.PI05Policy if pi05 else module.PI0Policy)(fields).eval()
     policy.load_state_dict(ours.published_weights(ours.state_dict()), strict=True)
     return policy
@@ -68,8 +68,8 @@ def lerobot_chunk(policy: Any, batch: dict[str, Tensor], noise_BCA: Tensor) -> T
 
 
 @contextmanager
-def _small(module: Any, config: Pi0Config) -> Iterator[None]:
-    """LeRobot's module with our sizes in place of those that it hard-codes."""
+def lerobot_sizes(module: Any, config: Pi0Config) -> Iterator[None]:
+    """Inside, LeRobot's `modeling_pi0` or `modeling_pi05` builds models of our sizes in place of those that it hard-codes."""
     sizes = {"gemma_2b": config.language, "gemma_300m": config.expert}
     paligemma, expert = module.PaliGemmaForConditionalGenerationWithPiGemma, module.PiGemmaForCausalLM
 
