@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell command -v python3.12 || ls $(HOME)/.pyenv/versions/3.12*/bin/python 2>/dev/null | tail -1)
 export MUJOCO_GL ?= egl
 
-.PHONY: install vllm test test-vllm openpi-client check format demo bench docs clean
+.PHONY: install vllm test test-vllm openpi-client check format demo demo-rl bench docs clean
 
 install: $(STAMP)
 
@@ -47,6 +47,10 @@ demo: $(STAMP)
 	$(BIN)/vla-rl doctor
 	$(BIN)/vla-rl run configs/demo.yaml
 	@echo "Report: runs/demo/report.html"
+
+demo-rl: $(STAMP)
+	$(BIN)/vla-rl run configs/demo_rl.yaml
+	@echo "Report: runs/demo_rl/report.html"
 
 bench: $(STAMP)
 	for name in sim reset transport prefix; do $(BIN)/vla-rl bench $$name || exit 1; done
