@@ -37,7 +37,7 @@ from vla_rl.collection.watched_pool import EnvMeter, WatchedPool
 from vla_rl.datasets.collected import Store
 from vla_rl.episode import Episode, EpisodeSpec, Outcome
 from vla_rl.eval.results import EpisodeRow
-from vla_rl.rollout import look_of, run_episodes
+from vla_rl.rollout import POLL_S, look_of, run_episodes
 from vla_rl.sim.pool import MakeEnv, make_pool
 from vla_rl.telemetry.run_directory import RunDirectory
 
@@ -269,7 +269,7 @@ def _play(session: Session, watched: WatchedPool, actor: OperatedActor, source: 
         for episode in run_episodes(watched, actor, source, lambda spec: look):
             session.ended(episode, actor.logs.pop(episode.spec.key))
         while not session.closing and not source.waiting:
-            wait([actor.alarm.waitable])
+            wait([actor.alarm.waitable], POLL_S)  # takes are still being written, and people may be absent for too long
             actor.alarm.silence()
             session.obey()
         if session.closing:

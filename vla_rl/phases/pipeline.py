@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 
 from vla_rl.collection.collect import CollectConfig, run_collect
+from vla_rl.collection.operators import ReplayOperator
 from vla_rl.collection.plan import plan_demonstrations
 from vla_rl.config import ConfigError, build, to_plain
 from vla_rl.engine.world import device_kind
@@ -135,7 +136,8 @@ def check_phase(recipe: Recipe) -> None:
     Raises SpecError, ProtocolError or ConfigError for suites, tasks, protocols, goals and devices that do not exist.
     """
     if isinstance(recipe, CollectConfig):
-        plan_demonstrations(recipe)
+        if not isinstance(recipe.operator, ReplayOperator):  # what it replays may be recorded by an earlier phase
+            plan_demonstrations(recipe)
     elif isinstance(recipe, RlConfig):
         training_scenes(recipe)
     elif isinstance(recipe, SftConfig):
