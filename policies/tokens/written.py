@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.policies.tokens.action_tokens import ActionTokenizer
+from vla_rl.policies.tokens.backbone import TokenBackbone
+from vla_rl.policies.tokens.config import TokenConfig
 from vla_rl.policies.tokens.vllm_engine import VllmEngine
-
-if TYPE_CHECKING:
-    from vla_rl.policies.tokens.policy import TokenPolicy
+from vla_rl.policies.tokens.vocabulary import Vocabulary
 
 _ACTION_STREAM = 0x1E3779B97F4A7C15
 """Separates the seeds of the actions from those of the reasoning."""
@@ -36,9 +37,28 @@ class Written:
     """bool[B, N]: real tokens, the end mark included."""
 
 
+class Writer(Protocol):
+    """What is needed of a token policy to write in its place."""
+
+    config: TokenConfig
+    vocabulary: Vocabulary
+    actions: ActionTokenizer
+    model: TokenBackbone
+
+    @property
+    def text_length(self) -> int:
+        """R: most tokens of the reasoning, its end included."""
+        ...
+
+    @property
+    def action_choices(self) -> range:
+        """What may stand at an action position."""
+        ...
+
+
 def write_with(
     engine: VllmEngine,
-    policy: TokenPolicy,
+    policy: Writer,
     x_BPM: Tensor,
     valid_BP: Tensor,
     noise_seeds: Sequence[int],
