@@ -157,7 +157,7 @@ def data_group(file: h5py.File) -> h5py.Group:
         raise DatasetError(
             f"{file.filename}: does not declare whether an observation lies before or after its action (attribute 'alignment' of "
             "/data), so it was not written by vla-rl. LIBERO's published files are one step late: import them with "
-            "datasets.published.import_published."
+            "vla-rl data convert FILE --to hdf5 --into FOLDER --suite SUITE --task N."
         )
     if alignment != schema.ALIGNMENT:
         raise DatasetError(f"{file.filename}: alignment is {alignment!r}, only {schema.ALIGNMENT!r} is read; import the file anew")

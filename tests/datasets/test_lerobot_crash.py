@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vla_rl.bench.crashes import problems_of
 from vla_rl.datasets.collected import collected_store
 from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.lerobot_format import Pictures
@@ -20,6 +21,7 @@ from vla_rl.datasets.lerobot_store import LeRobotStore, _State
 from vla_rl.datasets.schema import DatasetError, StorageError
 from vla_rl.datasets.store import list_episodes
 from vla_rl.episode import Episode
+from vla_rl.telemetry.files import append_jsonl
 
 MakeEpisode = Callable[..., Episode]
 WriteFolder = Callable[..., LeRobotStore]
@@ -161,3 +163,17 @@ def test_killed_during_an_undo_nothing_but_its_episode_may_be_gone(
         pass
     assert store.numbers() == [0, 1, 2, 3] and [store.load(n).num_steps for n in range(4)] == [5, 6, 7, 8]
     assert not (store.folder / ".aside").exists()
+
+
+def test_the_crash_benchmark_sees_a_loss(tmp_path: Path, make_episode: MakeEpisode) -> None:
+    """What `vla-rl bench crashes` counts: an episode that was counted and is gone, one too many, one that is not whole."""
+    store = collected_store(tmp_path, "both", "png", "none")
+    with store.writing():
+        for number in range(4):
+            store.write(number, make_episode(seed=number), 1)
+    for number in range(3):
+        append_jsonl(tmp_path / "episodes.jsonl", {"number": number, "kept": True})
+    assert problems_of(tmp_path, newest=4) == [], "one that was written and not yet counted is right"
+    (tmp_path / "episodes/episode_000001.hdf5").unlink()
+    append_jsonl(tmp_path / "episodes.jsonl", {"number": 9, "kept": True})
+    assert problems_of(tmp_path, newest=4) == ["episodes: [1, 9] were counted and are gone", "lerobot: [9] were counted and are gone"]

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from robosuite.utils.transform_utils import quat2axisangle
 
+from vla_rl.cli import main
 from vla_rl.conventions import Orientation
 from vla_rl.datasets.hdf5 import read_episode
 from vla_rl.datasets.published import axis_angles_to_quaternions, import_published
 from vla_rl.datasets.schema import DatasetError, quaternions_to_axis_angles
-from vla_rl.datasets.store import EpisodeStore
+from vla_rl.datasets.store import EpisodeStore, list_episodes
 
 STEPS, SIZE = 20, 4
 PROMPT = "Pick the milk and place it in the basket"
@@ -140,3 +141,13 @@ def test_axis_angles_and_quaternions_are_inverse() -> None:
     quaternions /= np.linalg.norm(quaternions, axis=1, keepdims=True)
     # acos loses half the digits near w = 1: 1e-7 is what float64 leaves there
     assert np.allclose(axis_angles_to_quaternions(quaternions_to_axis_angles(quaternions)), quaternions, rtol=0, atol=1e-7)
+
+
+def test_the_command_corrects_published_files(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As typed; what the file says about itself is refused elsewhere with this command as the remedy."""
+    assert main(["data", "check", str(published)]) == 2
+    assert "vla-rl data convert FILE --to hdf5 --into FOLDER --suite SUITE --task N" in capsys.readouterr().err
+    into = ["--to", "hdf5", "--into", str(tmp_path / "out"), "--suite", "libero_object", "--task", "7"]
+    assert main(["data", "convert", str(published), *into]) == 0
+    assert "2 episodes" in (out := capsys.readouterr().out) and "observations were 1 step(s) late" in out
+    assert [info.prompt for info in list_episodes([tmp_path / "out"])] == [PROMPT, PROMPT]
