@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 from cluster_run import RUN
-from rl_recipe import PPO, metrics_of, rl_recipe, same_weights
+from rl_recipe import PPO, metrics_of, rl_recipe, same_weights, saved_weights
 
 from vla_rl.algorithms.corrections import Correction
 from vla_rl.cluster.config import ClusterConfig
@@ -23,6 +23,7 @@ from vla_rl.config import to_plain
 from vla_rl.phases import rl
 from vla_rl.phases.rl_collect import Collector
 from vla_rl.phases.rl_config import RlConfig
+from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_jsonl
 
 PROCESS = ClusterConfig(backend="process", torch_threads=1)
@@ -44,6 +45,11 @@ def test_the_same_bits_and_small_messages(inline: RlConfig, initial: Path, tmp_p
     assert rl.run_rl(config) == 0
     assert same_weights(config, inline)
     pictures = sum(row["episodes"] * (row["episode_steps"] / 4) * 2 * 128 * 128 * 3 for row in metrics_of(config))
+    moments = 2 * 4 * sum(weight.numel() for weight in saved_weights(config).values()) / 1e6
+    first, second, third = (row["offloaded_megabytes"] for row in metrics_of(config))
+    assert first == 0.0, "there are no moments before the first update"
+    assert 0.9 * moments < second == third <= moments, "saved weights hold some tensors under two names"
+    assert all(row["weights/gb_per_s"] > 0 for row in metrics_of(config))
     assert metrics_of(config)[-1]["driver_megabytes"] * 1e6 < pictures / 20
     two = recipe(tmp_path / "two", initial, cluster=replace(PROCESS, rollout_workers=2))
     assert rl.run_rl(two) == 0
@@ -57,8 +63,8 @@ def test_two_trainer_ranks_learn_what_one_learns(inline: RlConfig, initial: Path
     for ours, theirs in zip(metrics_of(config), metrics_of(inline), strict=True):
         assert ours["log_prob_gap_largest"] == 0.0
         for name in ("loss", "grad_norm", "return", "kl"):
-            # sums in another order, carried through Adam for up to six updates
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5)
+            # sums in another order, carried through Adam for up to six updates; the KL is a small difference of numbers of order 1
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4)
 
 
 def test_rollouts_overlap_updates_and_stay_as_fresh_as_promised(initial: Path, tmp_path: Path) -> None:
@@ -117,9 +123,9 @@ def test_a_killed_trainer_rank_ends_the_run_which_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.faults
-def test_a_killed_driver_leaves_nothing_behind(inline: RlConfig, initial: Path, tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_nothing_behind(initial: Path, tmp_path: Path) -> None:
     before = shared_memory()
-    config = recipe(tmp_path / "run", initial)
+    config = recipe(tmp_path / "run", initial, pool=PoolConfig(backend="process", workers=1), rollout_batch_size=4)
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(to_plain(config)))
     driver = subprocess.Popen([sys.executable, "-m", "vla_rl.cli", "rl", str(file)], env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -127,11 +133,9 @@ def test_a_killed_driver_leaves_nothing_behind(inline: RlConfig, initial: Path, 
     while driver.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         os.sched_yield()
     family = psutil.Process(driver.pid).children(recursive=True)
-    assert len(family) >= 3, "a forkserver, a trainer rank and a worker"
+    assert len(family) >= 4, "a forkserver, a trainer rank, a worker and its env"
     driver.kill()
     driver.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     assert shared_memory() == before
-    assert rl.run_rl(config) == 0
-    assert same_weights(config, inline)

@@ -48,7 +48,10 @@ def test_a_parcel_leaves_no_open_file_behind() -> None:
     travelled = pickle.loads(pickle.dumps(parcel))
     parcel.release()
     parcel.release()
-    assert np.array_equal(travelled.fetch(), np.arange(10))
+    with pytest.raises(ValueError, match="after it was released"):
+        parcel.fetch()
+    assert np.array_equal(travelled.fetch(), np.arange(10)), "who has attached keeps it"
+    travelled.release()
     assert len(os.listdir("/proc/self/fd")) == before
     assert not [name for name in os.listdir("/dev/shm") if "vla-rl" in name]
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import platform
-import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from vla_rl.cluster.backend import LOOPBACK, Member, Pending, Sealed
 from vla_rl.cluster.config import ClusterConfig
 from vla_rl.cluster.errors import RoleLost, RoleName
 from vla_rl.cluster.placement import Slot, plan_placement
-from vla_rl.cluster.process_role import CLOSE, GRACE_S, Surroundings, serve
+from vla_rl.cluster.process_role import CLOSE, GRACE_S, Surroundings, allow_many_files, serve
 from vla_rl.cluster.wire import ArenaParcel, Raised
 from vla_rl.sim.shared_memory import SharedArena
 
@@ -128,7 +127,7 @@ class ProcessBackend:
         self._members: list[ProcessMember] = []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
-        _allow_many_files()
+        allow_many_files()
 
     def start(self, role: str, rank: int, make: Callable[..., Any], *arguments: Any) -> ProcessMember:
         """See `Backend.start`."""
@@ -174,9 +173,3 @@ class ProcessBackend:
 def _environment(slot: Slot) -> dict[str, str]:
     """A role sees the one GPU that it was given; on CPUs nothing is set."""
     return {"CUDA_VISIBLE_DEVICES": str(slot.seat)} if slot.has_gpu else {}
-
-
-def _allow_many_files() -> None:
-    """Every parcel is an open file of the driver: use as many as the system allows."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import select
 import signal
 import sys
@@ -82,6 +83,7 @@ def _answer(calls: Connection, driver: int, name: str, work: Callable[[], tuple[
 
 def _settle_in(surroundings: Surroundings) -> None:
     os.environ.update(surroundings.environment)
+    allow_many_files()
     surroundings.log.parent.mkdir(parents=True, exist_ok=True)
     with open(surroundings.log, "ab", buffering=0) as file:
         sys.stdout.flush()
@@ -93,6 +95,12 @@ def _settle_in(surroundings: Surroundings) -> None:
 
     torch.set_num_threads(surroundings.torch_threads)
     open_span_log(surroundings.spans, surroundings.role)
+
+
+def allow_many_files() -> None:
+    """Every parcel is an open file, in the driver and where it is mapped: use as many as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _end_with_driver(descriptor: int) -> None:

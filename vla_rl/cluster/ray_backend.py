@@ -118,6 +118,7 @@ class RayBackend:
         self._groups: list[PlacementGroup] = []
         self._started = not ray.is_initialized()
         if self._started:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
             ray.init(address=config.ray_address, include_dashboard=False, log_to_driver=False)
         self.host: str = ray.util.get_node_ip_address()
         """Under which the other machines reach the driver."""

@@ -80,18 +80,25 @@ class ArenaParcel:
     """A parcel in a memory file, which this process (the driver) holds open; others reach it through this process."""
 
     def __init__(self, arena: SharedArena) -> None:
-        self._arena = arena
+        self._arena: SharedArena | None = arena
 
     def fetch(self) -> Any:
         """See `Parcel.fetch`."""
-        return unpack(self._arena)
+        return unpack(self._held())
 
     def release(self) -> None:
-        """See `Parcel.release`."""
-        self._arena.close()
+        """See `Parcel.release`; the mapping goes with the last array in it."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _held(self) -> SharedArena:
+        if self._arena is None:
+            raise ValueError("a parcel was asked for after it was released")
+        return self._arena
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self._arena.path,)
+        return _attach, (self._held().path,)
 
 
 def _attach(path: str) -> ArenaParcel:

@@ -109,8 +109,8 @@ def rl_step(rl: _Run) -> tuple[dict[str, float], Rollout]:
     """One RL step; returns its numbers and the rollout it trained on."""
     algorithm, crew = rl.config.algorithm, rl.crew
     with span("rollout"):
-        rollout = _next_rollout(rl)
-    metrics = dict(rollout.metrics)
+        rollout, offloaded = _next_rollout(rl)
+    metrics = rollout.metrics | offloaded
     rolled = [*rollout.episodes, *rollout.masked]
     if rollout.episodes:
         with span("advantages"):
@@ -126,21 +126,23 @@ def rl_step(rl: _Run) -> tuple[dict[str, float], Rollout]:
     rollout.release()
     rl.step += 1
     with span("weight_sync"):
-        crew.push(rl.step)
+        metrics |= crew.push(rl.step)
     metrics |= {"version": float(rl.step), "staleness_bound": float(algorithm.max_staleness)}
     return metrics | {"driver_megabytes": crew.received_bytes() / 1e6}, rollout
 
 
-def _next_rollout(rl: _Run) -> Rollout:
-    """The rollout of this step, and the start of those that may be made meanwhile. Colocated roles take turns on the device."""
+def _next_rollout(rl: _Run) -> tuple[Rollout, dict[str, float]]:
+    """The rollout of this step, and the start of those that may be made meanwhile. Colocated roles take turns on the device.
+
+    The numbers say how much left each trainer's device for the time of the rollout.
+    """
     colocated = rl.config.cluster.placement == "colocated"
-    if colocated:
-        rl.crew.train("rest")
+    offloaded = {"offloaded_megabytes": rl.crew.train("rest") / 1e6} if colocated else {}
     rl.rollouts.start_due(rl.step)
     rollout = rl.rollouts.take()
     if colocated:
         rl.crew.train("wake")
-    return rollout
+    return rollout, offloaded
 
 
 def _measures_noise(rl: _Run) -> bool:

@@ -41,6 +41,7 @@ class Crew:
         ]
         self.workers = [self._start_worker(index) for index in range(config.cluster.rollout_workers)]
         self._lives = [1] * len(self.workers)
+        self._bytes_of_the_dead = 0
         members: list[Member] = [*self.trainers, *self.workers]
         gather(backend, members, [member.ready for member in members])
         self._transport = TRANSPORTS[config.cluster.backend]
@@ -66,9 +67,16 @@ class Crew:
             self._push(version)
 
     def push(self, version: int) -> dict[str, float]:
-        """Hand out the weights of `version`. Where a worker is dead they are sent again when it was replaced."""
+        """Hand out the weights of `version`; returns what it took, where the transport measures it.
+
+        Where a worker of a collective is dead, they are sent again when it was replaced.
+        """
         with self._weights_turn:
-            return self._push(version)
+            times = self._push(version)
+        if not times:
+            return {}
+        rate = times["nbytes"] / max(times["transport_s"], 1e-9) / 1e9
+        return {"weights/gather_s": times["gather_s"], "weights/transport_s": times["transport_s"], "weights/gb_per_s": rate}
 
     def begin(self) -> None:
         """Have every worker pull the newest weights; where a worker died in a push, nobody has them before it was replaced."""
@@ -88,6 +96,7 @@ class Crew:
         if self._lives[worker] >= MOST_LIVES:
             raise loss
         self._lives[worker] += 1
+        self._bytes_of_the_dead += self.workers[worker].received_bytes
         _LOG.warning("%s; starting it again", loss)
         self.workers[worker] = self._start_worker(worker)
         self.workers[worker].ready.result()
@@ -105,7 +114,7 @@ class Crew:
 
     def received_bytes(self) -> int:
         """Bytes of all answers that reached the driver so far."""
-        return sum(member.received_bytes for member in (*self.trainers, *self.workers))
+        return self._bytes_of_the_dead + sum(member.received_bytes for member in (*self.trainers, *self.workers))
 
     def _insist(self, worker: int, call: Pending, method: str, arguments: tuple[Any, ...]) -> Any:
         while True:
@@ -140,9 +149,9 @@ class Crew:
         try:
             answers = gather(self.backend, [*self.trainers, *self.workers], calls)
         except (WeightSyncError, RoleLost):
-            dead = [loss for member in self.trainers if (loss := self.backend.loss_of(member)) is not None]
-            if dead or all(self.backend.loss_of(member) is None for member in self.workers):
+            trainers, workers = ([self.backend.loss_of(member) for member in group] for group in (self.trainers, self.workers))
+            if self._transport != "collective" or any(trainers) or not any(workers):
                 raise
-            return {}
+            return {}  # `replace` sends it again
         self._delivered = True
         return answers[len(receivers)]

@@ -17,7 +17,7 @@ from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_heads import load_initial, with_heads
 from vla_rl.phases.rl_rollout import without_arrays
 from vla_rl.policies.module import PolicyModule
-from vla_rl.policies.tokens.policy import open_vllm
+from vla_rl.policies.tokens.policy import TokenPolicy, open_vllm
 from vla_rl.policy_actor import PolicyActor
 from vla_rl.rollout import look_of, run_episodes
 from vla_rl.sim.pool import MakeEnv, make_pool
@@ -92,7 +92,7 @@ class RolloutWorker:
             if not self._verified:
                 self._receiver.verify(self.policy)
                 self._verified = True
-            if self._vllm is not None and self._vllm.version < self._actor.weights_version:
+            if self._vllm is not None and isinstance(self.policy, TokenPolicy) and self._vllm.version < self._actor.weights_version:
                 self._vllm.load(self.policy.model.language, self._actor.weights_version)
         self._forwards, self._busy_s = self._actor.forwards, self._actor.busy_s
         return self._actor.weights_version
