@@ -25,11 +25,20 @@ def waits(state: dict[str, Any]) -> bool:
     return env_of(state)["running"] and env_of(state)["driver"] == "waiting" and not env_of(state)["ending"]
 
 
+async def take_over(tab: Any) -> int:
+    """Until it is in hand; a take that is ending refuses, and the next one comes. The step at which it was taken."""
+    while True:
+        await tab.until(waits)
+        await tab.command("take_over")
+        state = await tab.until(lambda state: env_of(state)["driver"] == "operator" or tab.refusals)
+        if not tab.refusals:
+            return env_of(state)["step"]
+        tab.refusals.clear()
+
+
 async def drive(tab: Any, steps: int, raw: tuple[float, ...] = (0, 1, 0, 0, 0, 0)) -> None:
     """Take over and push until so many control steps have been executed."""
-    await tab.until(waits)
-    await tab.command("take_over")
-    before = env_of(await tab.until(lambda state: env_of(state)["driver"] == "operator"))["step"]
+    before = await take_over(tab)
     for _ in range(steps):
         await tab.say("push", raw=raw)
         seen = env_of(tab.state)["step"]
@@ -96,7 +105,7 @@ def test_two_people_and_a_page_that_is_closed(tmp_path: Path) -> None:
                     assert other.socket.close_code == 4002
             left = await bob.until(lambda state: env_of(state)["away"])
             assert env_of(left)["driver"] == "waiting" and env_of(left)["holder"] == "ada"
-            async with page(link, tab="tab of ada, again") as again:
+            async with page(link, tab="another tab of ada") as again:
                 await drive(again, 4)
                 await again.command("success")
                 await again.until(lambda state: state["complete"])
