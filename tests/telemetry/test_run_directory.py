@@ -22,6 +22,7 @@ class Recipe:
     seed: int = 0
     inner: Inner = field(default_factory=Inner)
     show_progress: bool = True
+    cluster: Inner = field(default_factory=Inner)
 
 
 def test_reopening_with_the_same_recipe_resumes(tmp_path: Path) -> None:
@@ -34,8 +35,14 @@ def test_reopening_with_the_same_recipe_resumes(tmp_path: Path) -> None:
         "seed": 0,
         "inner": {"lr": 1e-3},
         "show_progress": True,
+        "cluster": {"lr": 1e-3},
     }
     assert {"packages", "machine", "commit"} <= set(yaml.safe_load((path / "environment.json").read_text()))
+
+
+def test_a_run_may_go_on_elsewhere(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "run", Recipe("run"))
+    RunDirectory.open(tmp_path / "run", Recipe("run", cluster=Inner(0.5)))
 
 
 def test_another_recipe_is_refused_and_every_difference_named(tmp_path: Path) -> None:

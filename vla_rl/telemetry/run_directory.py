@@ -5,6 +5,7 @@ config.yaml  environment.json  metrics.jsonl  spans.jsonl  episodes.jsonl  video
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from vla_rl.config import ConfigError, difference, to_plain
 from vla_rl.telemetry.environment import environment
 from vla_rl.telemetry.files import append_jsonl, write_json, write_text
 
-FREE_TO_CHANGE = ("run_dir", "show_progress")
-"""Top-level recipe fields that do not make a run another run."""
+FREE_TO_CHANGE = ("run_dir", "show_progress", "cluster")
+"""Top-level recipe fields that do not make a run another run: also where it runs, so that it can go on elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class RunDirectory:
 
 
 def _require_same(path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    unlike = [line for line in difference(recorded, wanted) if line.split(":")[0] not in FREE_TO_CHANGE]
+    unlike = [line for line in difference(recorded, wanted) if re.split(r"[.:]", line)[0] not in FREE_TO_CHANGE]
     if unlike:
         raise ConfigError(
             f"{path} holds a run of another recipe (recorded -> now):\n  "
