@@ -85,11 +85,14 @@ class ProcessMember:
             kind, body = message[:1], pickle.loads(memoryview(message)[1:])
             if kind == b"P":
                 body = Sealed(body, ArenaParcel(SharedArena(recv_handle(self.calls))))
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # it ended before, or in the middle of, its answer
             self._settle_all_lost()
             return
         call = self._open.pop(0)
-        call.settle(None, body.error(self.name)) if isinstance(body, Raised) else call.settle(body, None)
+        if isinstance(body, Raised):
+            call.settle(None, body.error(self.name))
+        else:
+            call.settle(body, None)
 
     def loss(self) -> RoleLost:
         """Why the process is gone. Waits for its end."""
