@@ -35,6 +35,7 @@ IDS = ["flow_sde-one", "flow_sde-all", "flow_noise-all"]
 def explorer(policy: FlowPolicy, reads: str = "prefix", detach: bool = True) -> FlowPolicy:
     """The policy with both heads and weights that make every input matter."""
     extended = extend_policy(policy, CriticConfig(reads=reads, detach=detach, hidden=(16,)), NoiseHeadConfig(hidden=(16,)), seed=1)  # type: ignore[arg-type]
+    assert isinstance(extended, FlowPolicy)
     generator = torch.Generator().manual_seed(0)
     for parameter in extended.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
