@@ -27,7 +27,8 @@ def before_after(phases: Sequence[Phase]) -> str:
         return ""
     lines = "".join(_compared(base, phase) for phase in evaluations if phase is not base)
     titles = "".join(f"<th>{title}</th>" for title in ("", "before", "after", "difference", "won, lost", "exact McNemar p"))
-    return f'<div class="table"><table><tr>{titles}</tr>{lines}</table></div>' if lines else ""
+    table = f'<div class="table"><table><tr>{titles}</tr>{lines}</table></div>'
+    return f'<div class="card"><h3>On the same scenes</h3>{table}</div>' if lines else ""
 
 
 def _condition(phase: Phase) -> str:
@@ -75,7 +76,7 @@ def step_lanes(spans: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, lis
     if not steps:
         return 0.0, {}
     step = steps[len(steps) // 2]
-    lanes: dict[str, list[Bar]] = {}
+    lanes: dict[str, list[Bar]] = {step["role"]: []}
     for row in spans:
         own = (row["pid"], row["thread"]) == (step["pid"], step["thread"])
         start, width = (row["start"] - step["start"]) / step["s"], row["s"] / step["s"]

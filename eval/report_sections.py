@@ -106,6 +106,8 @@ def _charts(found: Mapping[str, Curve]) -> str:
             groups["success by task"][name.removeprefix("success/")] = curve
         elif len({value for _, value in curve}) > 1:
             groups[name.replace("_", " ")] = {name: curve}
+    if len(groups["success by task"]) == 1:
+        del groups["success by task"]  # the same curve again
     bounds = dict.fromkeys(("success rate", "success by task"), (0.0, 1.0))
     return "".join(line_chart(title, series, bounds.get(title)) for title, series in groups.items() if series)
 

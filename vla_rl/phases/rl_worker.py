@@ -109,7 +109,8 @@ class RolloutWorker:
             episode = next(self._episodes, None)
         if episode is None:
             raise IndexError(f"worker {self._index} was asked for an episode, and none is dealt")
-        earned: list[Float32] = episode_rewards(episode, self._config.algorithm.reward)
+        with span("rewards"):
+            earned: list[Float32] = episode_rewards(episode, self._config.algorithm.reward)
         return Sealed((without_arrays(episode), earned), episode)
 
     def finish(self, unfinished: Sequence[Parcel]) -> Work:
