@@ -18,6 +18,7 @@ SPANS: Mapping[str, str] = {
     "wait_trainer": "trainer wait",
     "checkpoint": "checkpoint",
     "evaluation": "evaluation",
+    "rewards": "rewards",
 }
 """Span -> the part it belongs to. Time in and waits for the pool are divided among `ENV_PARTS`, waits for either by how busy each was."""
 REMEDIES: Mapping[str, str] = {
@@ -31,6 +32,7 @@ REMEDIES: Mapping[str, str] = {
     "optimizer": "fewer epochs, a larger micro_batch_size_per_rank, or more trainer ranks",
     "checkpoint": "a larger checkpoint_every",
     "evaluation": "a larger evaluation.every, or fewer episodes_per_task",
+    "rewards": "a faster reward.function",
     "unaccounted": "a profile: no span covers this time",
 }
 FULL_ENOUGH = 0.5
