@@ -97,7 +97,7 @@ def test_two_people_and_a_page_that_is_closed(tmp_path: Path) -> None:
                 await bob.until(lambda state: env_of(state)["holder"] == "ada" and env_of(state)["step"] >= 5)
                 await bob.command("take_over")
                 assert await bob.refused() == "env 0 is held by ada; it is free again when ada hands it back"
-                assert len(bob.pictures) >= 3 and max(picture["step"] for picture in bob.pictures) > 0, "who watches sees"
+                assert max(picture["step"] for picture in bob.pictures) > 0, "who watches sees"
                 async with page(link, "eve", browser="browser of ada") as eve:
                     assert (await eve.socket.receive()).type is aiohttp.WSMsgType.CLOSE and eve.socket.close_code == 4001
                 async with page(link, "bob", browser="another") as other:
