@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from vla_rl.sim.base import ChunkReply, Env, EnvConfig, EpisodeOver, Look
 from vla_rl.sim.factory import make_env
 from vla_rl.sim.reach_expert import ReachExpert
 from vla_rl.sim.reach_layout import BENCHMARK_STATES, COLOURS, MIN_SEPARATION, TABLE_HALF, sample_layout
+from vla_rl.sim.reach_progress import closeness
 
 CONFIG = EnvConfig("reach", resolution=64)
 PROTOCOL = StepProtocol(max_steps=20, settle_steps=1)
@@ -147,6 +149,28 @@ def test_success_stops_inside_a_chunk(env: Env) -> None:
     reply = env.step_chunk(np.array(taken + [taken[-1]] * 5))
     assert reply.terminated and len(reply.executed_EA) == steps
     assert reply.reward_E.tolist() == [0.0] * (steps - 1) + [1.0]
+
+
+def test_a_slow_expert_means_the_same_movements_scaled(env: Env) -> None:
+    observation = env.reset(spec(4), Look(privileged=True)).observation
+    fast, slow = ReachExpert(spec(4), 0.0, 0), ReachExpert(spec(4), 0.0, 0, speed=0.25)
+    expected = fast.act(observation)[1]
+    expected[:3] *= 0.25
+    np.testing.assert_array_equal(slow.act(observation)[1], expected)
+    assert np.abs(expected[:3]).max() == 0.25, "full speed along the longest axis"
+
+
+def test_closeness_is_minus_the_distance_to_the_named_block_before_every_chunk(env: Env) -> None:
+    reset = env.reset(spec(4), Look())
+    replies = [env.step_chunk(actions(2, seed)) for seed in range(2)]
+    observations = [reset.observation, *(reply.observation for reply in replies)]
+    steps = [SimpleNamespace(observation=observation) for observation in observations[:-1]]
+    episode: Any = SimpleNamespace(spec=spec(4), provenance=reset.provenance, steps=steps, final_observation=observations[-1])
+    block = [*reset.provenance["blocks"][COLOURS[0]], 0.04]
+    expected = [-np.linalg.norm(observation.state[:3] - block) / 0.1 for observation in observations]
+    np.testing.assert_allclose(closeness(episode), expected, rtol=1e-6)  # float32 positions
+    with pytest.raises(ValueError, match="episodes of reach that started"):
+        closeness(SimpleNamespace(spec=spec(4), final_observation=None))  # type: ignore[arg-type]
 
 
 def test_the_time_limit_truncates_and_shows_both_views(env: Env) -> None:
