@@ -54,7 +54,7 @@ def test_the_same_bits_and_small_messages(inline: RlConfig, initial: Path, tmp_p
     two = recipe(tmp_path / "two", initial, cluster=replace(PROCESS, rollout_workers=2))
     assert rl.run_rl(two) == 0
     assert same_weights(two, inline)
-    assert shared_memory() == before
+    assert shared_memory() <= before
 
 
 def test_two_trainer_ranks_learn_what_one_learns(inline: RlConfig, initial: Path, tmp_path: Path) -> None:
@@ -138,4 +138,4 @@ def test_a_killed_driver_leaves_nothing_behind(initial: Path, tmp_path: Path) ->
     driver.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
-    assert shared_memory() == before
+    assert shared_memory() <= before
