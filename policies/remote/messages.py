@@ -8,6 +8,7 @@ GR00T (`gr00t/policy/server_client.py`): a map with the text keys `__ndarray_cla
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +57,27 @@ def unpack_groot(message: bytes) -> Any:
 
 
 def _pack(value: Any, form: Callable[[Any], Any]) -> bytes:
+    packer = _packer(form)
     try:
-        packed = msgpack.packb(value, default=form)
+        packed = packer.pack(value)
     except TypeError as error:
+        packer.reset()
         raise MessageError(f"the message cannot be written: {error}; send numbers, text, lists, dictionaries and numpy arrays") from error
-    assert packed is not None, "packb without a stream returns bytes"
+    except MessageError:
+        packer.reset()
+        raise
+    assert packed is not None, "a packer that resets itself returns bytes"
     return packed
+
+
+_packers = threading.local()
+
+
+def _packer(form: Callable[[Any], Any]) -> msgpack.Packer:
+    """This thread's packer for a form: its buffer has grown to the size of pictures, and is kept."""
+    if form.__name__ not in vars(_packers):
+        setattr(_packers, form.__name__, msgpack.Packer(default=form))
+    return getattr(_packers, form.__name__)
 
 
 def _unpack(message: bytes, restore: Callable[[Any], Any]) -> Any:
@@ -76,7 +92,8 @@ def _unpack(message: bytes, restore: Callable[[Any], Any]) -> Any:
 def _openpi_form(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         _require_plain(value.dtype)
-        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+        data = value.data if value.flags.c_contiguous and value.dtype.kind in "biuf" and value.size else value.tobytes()
+        return {b"__ndarray__": True, b"data": data, b"dtype": value.dtype.str, b"shape": value.shape}
     if isinstance(value, np.generic):
         _require_plain(value.dtype)
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}

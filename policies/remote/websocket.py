@@ -19,7 +19,7 @@ from websockets.protocol import Event, Protocol, State
 from websockets.server import ServerProtocol
 from websockets.uri import parse_uri
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**18
 """Most bytes taken from the socket at once."""
 BUFFER_BYTES = 2**22
 """Asked for as the kernel's buffer on either side, so that a request crosses without waiting for its reader."""
@@ -54,7 +54,7 @@ class Websocket:
             assert isinstance(frame, Frame), "the handshake is over"
             if frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
                 text = text or frame.opcode is Opcode.TEXT
-                parts.append(bytes(frame.data))
+                parts.append(frame.data if isinstance(frame.data, bytes) else bytes(frame.data))
                 if frame.fin:
                     whole = parts[0] if len(parts) == 1 else b"".join(parts)
                     return whole.decode() if text else whole
