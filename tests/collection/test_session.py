@@ -100,7 +100,7 @@ def test_two_people_and_a_page_that_is_closed(tmp_path: Path) -> None:
                 assert max(picture["step"] for picture in bob.pictures) > 0, "who watches sees"
                 async with page(link, "eve", browser="browser of ada") as eve:
                     assert (await eve.socket.receive()).type is aiohttp.WSMsgType.CLOSE and eve.socket.close_code == 4001
-                async with page(link, "bob", browser="another") as other:
+                async with page(link, "bob", browser="another", tab="somewhere else") as other:
                     await other.socket.receive()
                     assert other.socket.close_code == 4002
             left = await bob.until(lambda state: env_of(state)["away"])
