@@ -48,16 +48,12 @@ def accelerate(policy: ActingPolicy, precision: Precision, compiled: bool) -> Ac
     """The policy with the options asked for, in place. Raises ConfigError naming the option that this kind of policy does not have."""
     if compiled:
         if not isinstance(policy, FlowPolicy):
-            raise ConfigError(
-                f"compile is on, and {type(policy).__name__} is no flow policy (pi0, pi0.5, GR00T); set it to false"
-            )
+            raise ConfigError(f"compile is on, and {type(policy).__name__} is no flow policy (pi0, pi0.5, GR00T); set it to false")
         compile_network(policy)
     if precision == "fp32":
         return policy
     if not isinstance(policy, PolicyModule):
-        raise ConfigError(
-            f"precision is 'bf16', and {type(policy).__name__} is no family of ours; use 'fp32'"
-        )
+        raise ConfigError(f"precision is 'bf16', and {type(policy).__name__} is no family of ours; use 'fp32'")
     return BFloat16Policy(policy)
 
 

@@ -55,7 +55,11 @@ def test_bad_commands_are_one_clear_line(arguments: list[str], message: str, cap
         ("collect", "run_dir: {dir}/x\nenv: {resolution: 7}\n", "recipe.yaml: env: resolution is 7, must be 16 to 1024"),
         ("collect", "run_dir: {dir}/x\nenv: {packaging: hf-liber}\n", "did you mean 'hf-libero'?"),
         ("eval", "run_dir: {dir}/x\nactor: noop\ndataset: d\n", "recipe.yaml: actor 'noop' takes no dataset"),
-        ("eval", "run_dir: {dir}/x\npolicy: {checkpoint: c, device: gpu}\n", "policy.device is 'gpu'; did you mean 'cpu'? (allowed: auto, cpu, cuda)"),
+        (
+            "eval",
+            "run_dir: {dir}/x\npolicy: {checkpoint: c, device: gpu}\n",
+            "device is 'gpu'; did you mean 'cpu'? (allowed: auto, cpu, cuda)",
+        ),
         ("eval", "run_dir: {dir}/x\nactor: expert\nsuite: libero_90\ntasks: [0]\n", "actor 'expert' cannot act in libero_90 task 0"),
         ("run", "run_dir: {dir}/x\nphases: []\n", "phases is empty"),
         ("run", "run_dir: {dir}/x\nphases: [{command: evil, recipe: {}}]\n", "did you mean 'eval'"),

@@ -39,9 +39,7 @@ def nvidia_groot(folder: Path) -> PolicyModule:
     """The GR00T N1.7 of NVIDIA's folder, without its weights. Raises CheckpointError naming what is missing or not supported."""
     fields = read_json(folder / CONFIG_FILE)
     if fields["model_type"] != "Gr00tN1d7":
-        raise CheckpointError(
-            f"{folder} is {fields['model_type']}: its Eagle backbone is not here; serve it and use policy.remote"
-        )
+        raise CheckpointError(f"{folder} is {fields['model_type']}: its Eagle backbone is not here; serve it and use policy.remote")
     settings = read_json(folder / "processor_config.json").get("processor_kwargs", {})
     modalities = _modalities(folder, settings)
     valid = len(modalities["action"]["delta_indices"])
