@@ -108,7 +108,7 @@ def _charts(found: Mapping[str, Curve]) -> str:
             groups[name.replace("_", " ")] = {name: curve}
     if len(groups["success by task"]) == 1:
         del groups["success by task"]  # the same curve again
-    bounds = dict.fromkeys(("success rate", "success by task"), (0.0, 1.0))
+    bounds: dict[str, tuple[float, float]] = {"success rate": (0.0, 1.0), "success by task": (0.0, 1.0)}
     return "".join(line_chart(title, series, bounds.get(title)) for title, series in groups.items() if series)
 
 
