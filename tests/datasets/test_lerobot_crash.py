@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from vla_rl.episode import Episode
 from vla_rl.telemetry.files import append_jsonl
 
 MakeEpisode = Callable[..., Episode]
+Limit = Callable[[], AbstractContextManager[None]]
 WriteFolder = Callable[..., LeRobotStore]
 SeenByLeRobot = Callable[..., Any]
 KillWriter = Callable[..., list[int]]
@@ -97,19 +97,12 @@ def test_sigkill_while_both_formats_are_written(
 
 
 @pytest.mark.faults
-def test_a_full_disk_names_the_file_and_loses_nothing(write_folder: WriteFolder, make_episode: MakeEpisode) -> None:
-    """RLIMIT_FSIZE makes the kernel refuse to grow the file, as a full disk or a quota does."""
+def test_a_full_disk_names_the_file_and_loses_nothing(write_folder: WriteFolder, make_episode: MakeEpisode, files_of_4_kib: Limit) -> None:
     store = write_folder([make_episode()])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with store.writing():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-        try:
-            with pytest.raises(StorageError, match=r"file-001\.parquet: cannot write .* MiB \(File too large\); .* MiB are free in"):
-                store.write(1, make_episode(), 1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, handler)
+        message = r"file-001\.parquet: cannot write .* MiB \(File too large\); .* MiB are free in"
+        with files_of_4_kib(), pytest.raises(StorageError, match=message):
+            store.write(1, make_episode(), 1)
         assert [info.num_steps for info in list_episodes([store.folder])] == [10]
         store.write(1, make_episode(seed=1, steps=12), 1)
     assert [info.num_steps for info in list_episodes([store.folder])] == [10, 12]

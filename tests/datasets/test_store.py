@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from vla_rl.datasets.store import EpisodeStore, list_episodes, merge
 from vla_rl.episode import Episode, EpisodeSpec
 
 MakeEpisode = Callable[..., Episode]
+Limit = Callable[[], AbstractContextManager[None]]
 MakeStore = Callable[..., EpisodeStore]
 
 
@@ -103,23 +103,18 @@ def test_sigkill_at_any_moment_loses_at_most_the_running_episode(
 
 
 @pytest.mark.faults
-def test_a_full_disk_names_file_and_free_space_and_loses_nothing(make_store: MakeStore, make_episode: MakeEpisode) -> None:
-    """RLIMIT_FSIZE makes the kernel refuse to grow the file, as a full disk or a quota does."""
+def test_a_full_disk_names_file_and_free_space_and_loses_nothing(
+    make_store: MakeStore, make_episode: MakeEpisode, files_of_4_kib: Limit
+) -> None:
     store = make_store(2)
     before = {number: store.path(number).read_bytes() for number in store.numbers()}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
+    with files_of_4_kib():
         with pytest.raises(
             StorageError, match=r"episode_000002\.hdf5: cannot write 0\.\d+ MiB \(File too large\); \d+\.\d+ MiB are free in"
         ):
             store.write(2, make_episode(), 1)
         with pytest.raises(StorageError, match=r"_demo\.hdf5: cannot write"):
             merge([store.folder], store.folder.parent / "merged")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
     assert {number: store.path(number).read_bytes() for number in store.numbers()} == before
     assert sorted(os.listdir(store.folder)) == ["episode_000000.hdf5", "episode_000001.hdf5"]
     assert os.listdir(store.folder.parent / "merged") == []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import resource
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from vla_rl.engine.checkpoint import CheckpointError, last_checkpoint, load_chec
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine
 from vla_rl.engine.world import World
+
+Limit = Callable[[], AbstractContextManager[None]]
 
 
 def make(world: World, seed: int = 0, **fields: object) -> Engine:
@@ -131,21 +133,12 @@ def test_a_checkpoint_of_another_policy_is_refused(world: World, tmp_path: Path)
         load_checkpoint(other, folder)
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """The kernel refuses files beyond 4 KiB, as a full disk refuses any (EFBIG in place of ENOSPC)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_names_folder_and_previous_checkpoint(world: World, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_full_disk_names_folder_and_previous_checkpoint(world: World, tmp_path: Path, files_of_4_kib: Limit) -> None:
     engine = make(world)
     save_checkpoint(engine, tmp_path, {"good": True})
     train(engine, 1)
-    request.getfixturevalue("small_files")
-    with pytest.raises(CheckpointError, match=r"cannot write checkpoint .*step_1.*step_0 is whole and stays the last checkpoint"):
+    message = r"cannot write checkpoint .*step_1.*step_0 is whole and stays the last checkpoint"
+    with files_of_4_kib(), pytest.raises(CheckpointError, match=message):
         save_checkpoint(engine, tmp_path, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_0"]
     assert load_checkpoint(make(world), tmp_path / "last") == {"good": True}

@@ -1,9 +1,8 @@
 """Atomic writes and JSON lines that survive a crash."""
 
 import json
-import resource
-import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -50,14 +49,9 @@ def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("write", [lambda path: append_jsonl(path, {"row": "x" * 9000}), lambda path: write_json(path, "x" * 9000)])
-def test_a_write_that_the_kernel_refuses_names_its_file(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    """RLIMIT_FSIZE, as a full disk: the error of a write alone does not know the file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        with pytest.raises(OSError, match=r"File too large: '.*rows\.jsonl'"):
-            write(tmp_path / "rows.jsonl")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
+def test_a_write_that_the_kernel_refuses_names_its_file(
+    tmp_path: Path, write: Callable[[Path], None], files_of_4_kib: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """The error of a write alone does not know the file."""
+    with files_of_4_kib(), pytest.raises(OSError, match=r"File too large: '.*rows\.jsonl'"):
+        write(tmp_path / "rows.jsonl")
