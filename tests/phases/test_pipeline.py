@@ -38,7 +38,7 @@ phases:
       tasks: [0]
       protocol: sampled
       episodes_per_task: 2
-      checkpoint: "{run_dir}/sft/checkpoints/last/policy"
+      policy: {checkpoint: "{run_dir}/sft/checkpoints/last/policy"}
       videos: 1
       env: {kind: reach, resolution: 64}
       pool: {backend: serial, workers: 1}
@@ -74,24 +74,28 @@ def test_a_phase_that_fails_stops_the_pipeline(tmp_path: Path, capsys: pytest.Ca
     assert not (run / "eval").exists()
 
 
+LAST_SUITE = "suite: reach\n      tasks: [0]\n      protocol"
+LAST_ENV = "videos: 1\n      env: {kind: reach, resolution: 64}"
+
+
 @pytest.mark.parametrize(
-    ("right", "wrong", "message"),
+    ("changes", "message"),
     [
-        (
-            "suite: reach\n      tasks: [0]\n      protocol",
-            "suite: libero_objekt\n      tasks: [0]\n      protocol",
-            "did you mean 'libero_object'",
-        ),
-        ("tasks: [0]\n      protocol: sampled", "tasks: [0]\n      protocol: sample", "sampled"),
-        ("tasks: [0]\n      protocol", "tasks: [77]\n      protocol", "77"),
+        ({LAST_SUITE: LAST_SUITE.replace("reach", "libero_objekt"), LAST_ENV: "videos: 1"}, "did you mean 'libero_object'"),
+        ({"protocol: sampled": "protocol: sample"}, "did you mean 'sampled'"),
+        ({LAST_SUITE: LAST_SUITE.replace("[0]", "[77]")}, "tasks has [77]; suite 'reach' has tasks 0 to 3"),
     ],
+    ids=["suite", "protocol", "task"],
 )
 def test_what_is_wrong_with_the_last_phase_is_found_before_the_first_one_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], right: str, wrong: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
 ) -> None:
     recipe, run = tmp_path / "pipeline.yaml", tmp_path / "run"
-    assert right in RECIPE
-    recipe.write_text(RECIPE.replace("RUN", str(run)).replace(right, wrong))
+    text = RECIPE.replace("RUN", str(run))
+    for right, wrong in changes.items():
+        assert right in text
+        text = text.replace(right, wrong)
+    recipe.write_text(text)
     assert main(["run", str(recipe)]) == 2
     assert message in capsys.readouterr().err
     assert not run.exists()
