@@ -141,14 +141,6 @@ def gaussian_entropy(std_BCA: Tensor, shape_BCA: torch.Size, action_dims: int) -
     return (std_BCD.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
 
-def gaussian_kl(mean_BCA: Tensor, std_BCA: Tensor, other_mean_BCA: Tensor, other_std_BCA: Tensor, action_dims: int) -> Tensor:
-    """float32[B, C]: KL(N(mean, std^2) || N(other)) summed over the first `action_dims` dimensions; exact, not sampled."""
-    std = std_BCA.expand_as(mean_BCA)[..., :action_dims].float()
-    other_std = other_std_BCA.expand_as(mean_BCA)[..., :action_dims].float()
-    gap = (mean_BCA - other_mean_BCA)[..., :action_dims].float()
-    return (other_std.log() - std.log() + (std.square() + gap.square()) / (2 * other_std.square()) - 0.5).sum(-1)
-
-
 @torch.no_grad()
 def sample_chain(
     flow: Flow,

@@ -117,7 +117,7 @@ def serve(
 
 @contextmanager
 def served_in_background(config: ServeConfig, policy: ActingPolicy, served: ServedPolicy) -> Iterator[str]:
-    """A server in a thread of this process for as long as the block runs; gives its URL. For benchmarks and tests.
+    """A server in a thread of this process for as long as the block runs; gives its URL.
 
     Raises OSError for a port that is taken.
     """
