@@ -11,10 +11,11 @@ LATE_THREAD = """
 import atexit, sys, threading
 from vla_rl.process import end_process
 
-def count():
-    print("thread", flush=True)
+def count():  # one write each: print() writes the line end separately, and another thread's text may come between
+    sys.stdout.write("thread ")
+    sys.stdout.flush()
 
-atexit.register(lambda: print("exit handler"))
+atexit.register(lambda: sys.stdout.write("exit handler "))
 threading.Thread(target=count).start()
 sys.stdout.write("unflushed ")
 end_process({status})
