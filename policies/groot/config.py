@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.module import check_sizes
 from vla_rl.policies.noise_head import NoiseHeadConfig
-from vla_rl.policies.pi0.config import TransformerConfig, VisionConfig
 from vla_rl.policies.processor import Normalization
 
 

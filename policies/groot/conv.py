@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from vla_rl.policies.base import Batch
+from vla_rl.policies.blocks.gemma import Transformer, rotary_angles
+from vla_rl.policies.blocks.vision import VisionTower
 from vla_rl.policies.groot.config import ConvBackboneConfig
 from vla_rl.policies.groot.features import Features
-from vla_rl.policies.pi0.gemma import Transformer, rotary_angles
-from vla_rl.policies.pi0.vision import VisionTower
 
 
 class ConvBackbone(nn.Module):

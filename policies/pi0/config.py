@@ -5,84 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.module import check_sizes
 from vla_rl.policies.noise_head import NoiseHeadConfig
 from vla_rl.policies.processor import Normalization
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """Sizes of a Gemma-style transformer."""
-
-    width: int = 128
-    """Model width; even, at least 2."""
-    depth: int = 3
-    """Number of layers; the language model and the action expert must agree, because they share attention."""
-    mlp_width: int = 512
-    """Hidden width of the gated MLP."""
-    heads: int = 4
-    """Query heads; a multiple of `kv_heads`."""
-    kv_heads: int = 4
-    """Key and value heads; both transformers must agree."""
-    head_width: int = 32
-    """Width of one head, even; both transformers must agree."""
-
-    def __post_init__(self) -> None:
-        for name in ("width", "depth", "mlp_width", "heads", "kv_heads", "head_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        for name in ("width", "head_width"):
-            if getattr(self, name) % 2:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be even (sines and cosines, rotary pairs)")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}, it must be a multiple of kv_heads, which is {self.kv_heads}")
-
-
-@dataclass(frozen=True)
-class VisionConfig:
-    """Sizes of the vision tower."""
-
-    stem: Literal["patch", "conv"] = "conv"
-    """`patch`: SigLIP's patch embedding, shared by the views (as published). `conv`: strided convolutions, one stack per
-    view, for small data."""
-    image_size: int = 64
-    """Pixels of a side of the model's input."""
-    patch_size: int = 16
-    """Pixels of a side of one token's cell; divides `image_size`. For `conv` it must be 2 to the number of `conv_channels`."""
-    conv_channels: tuple[int, ...] = (32, 32, 64, 64)
-    """Output channels of the strided convolutions (only for `conv`)."""
-    summary_tokens: int = 4
-    """Further tokens per view, each a linear map of all cells (only for `conv`): they carry where things are in the whole view."""
-    width: int = 128
-    """Width of the tower's transformer layers, and of its output."""
-    depth: int = 0
-    """Number of transformer layers."""
-    mlp_width: int = 512
-    """Hidden width of their MLPs."""
-    heads: int = 4
-    """Attention heads; divides `width`."""
-
-    def __post_init__(self) -> None:
-        if self.image_size % self.patch_size:
-            raise ValueError(f"image_size is {self.image_size}, it must be a multiple of patch_size, which is {self.patch_size}")
-        if self.width % self.heads:
-            raise ValueError(f"width is {self.width}, it must be a multiple of heads, which is {self.heads}")
-        if self.stem == "conv" and 2 ** len(self.conv_channels) != self.patch_size:
-            raise ValueError(
-                f"patch_size is {self.patch_size}, but {len(self.conv_channels)} conv_channels halve the image to cells of "
-                f"{2 ** len(self.conv_channels)} pixels; make them agree"
-            )
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per view."""
-        return self.cells + (self.summary_tokens if self.stem == "conv" else 0)
-
-    @property
-    def cells(self) -> int:
-        """Cells of the image, one token each."""
-        return (self.image_size // self.patch_size) ** 2
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch
 
 from vla_rl.episode import VIEWS
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.lerobot_files import TOKENIZER_FOLDER, read_lerobot_folder
 from vla_rl.policies.module import PolicyModule
-from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config, TransformerConfig, VisionConfig
+from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config
 from vla_rl.policies.pi0.published import own_name
 from vla_rl.policies.processor import Normalization
 from vla_rl.policies.published import CONFIG_FILE, NORM_STATS_FILE, norm_stats_files, read_json

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_rl.policies.base import Batch
+from vla_rl.policies.blocks.gemma import KeyValue, Transformer, rotary_angles
+from vla_rl.policies.blocks.vision import VisionTower
 from vla_rl.policies.pi0.config import Pi0Config
-from vla_rl.policies.pi0.gemma import KeyValue, Transformer, rotary_angles
-from vla_rl.policies.pi0.vision import VisionTower
 
 MASKED = -2.3819763e38
 """openpi's additive mask: finite, so that a fully masked row would stay finite too."""

@@ -8,11 +8,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from vla_rl.policies.base import PolicySpec
+from vla_rl.policies.blocks.gemma import Layer
 from vla_rl.policies.flow import Flow, TimeDirection
 from vla_rl.policies.flow_policy import FlowPolicy
 from vla_rl.policies.module import make_processor
 from vla_rl.policies.pi0.config import Pi0Config
-from vla_rl.policies.pi0.gemma import Layer
 from vla_rl.policies.pi0.model import Pi0Model
 from vla_rl.policies.pi0.published import own_name, published_weights, to_published
 from vla_rl.policies.processor import Processor, prompt_line, prompt_with_state

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vla_rl.episode import STATE_DIM
 from vla_rl.policies.base import Batch
-from vla_rl.policies.pi0.vision import VisionTower
+from vla_rl.policies.blocks.vision import VisionTower
 from vla_rl.policies.tokens.config import LanguageConfig, TokenConfig
 from vla_rl.policies.tokens.vocabulary import Vocabulary
 

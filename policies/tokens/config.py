@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vla_rl.config import ConfigError
+from vla_rl.policies.blocks.config import VisionConfig
 from vla_rl.policies.critic import CriticConfig
-from vla_rl.policies.pi0.config import VisionConfig
 from vla_rl.policies.processor import Normalization
 
 

@@ -12,10 +12,11 @@ from vla_rl.engine.estimate import RankMemory, rank_memory
 from vla_rl.engine.selection import select_trainable
 from vla_rl.episode import ACTION_DIM, STATE_DIM, VIEWS, Observation
 from vla_rl.policies.base import Batch
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.groot.config import GROOT_PRESETS
 from vla_rl.policies.module import FamilyConfig, PolicyModule
-from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config, TransformerConfig, VisionConfig
+from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config
 from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
 
 ROWS = 6

@@ -15,12 +15,13 @@ from vla_rl.algorithms.filters import GroupFilter
 from vla_rl.engine.config import EngineConfig
 from vla_rl.episode import ACTION_DIM, STATE_DIM
 from vla_rl.phases.rl_config import RlConfig
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.checkpoint import save_policy
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.noise_head import NoiseHeadConfig
-from vla_rl.policies.pi0.config import Pi0Config, TransformerConfig, VisionConfig
+from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig

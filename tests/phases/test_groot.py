@@ -14,11 +14,11 @@ from vla_rl.engine.config import EngineConfig
 from vla_rl.phases.evaluation import EvaluationConfig
 from vla_rl.phases.rl import run_rl
 from vla_rl.phases.sft import SftConfig, run_sft
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.groot.config import ActionHeadConfig, AttentionStackConfig, ConvBackboneConfig, GrootConfig
 from vla_rl.policies.groot.policy import GrootPolicy
-from vla_rl.policies.pi0.config import TransformerConfig, VisionConfig
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_jsonl

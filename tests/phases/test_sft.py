@@ -26,8 +26,9 @@ from vla_rl.phases.evaluation import EvaluationConfig
 from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.phases.progress import UpdateProgress
 from vla_rl.phases.sft import SftConfig, noise_seeds, run_sft
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.checkpoint import load_policy
-from vla_rl.policies.pi0.config import Pi0Config, TransformerConfig, VisionConfig
+from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_jsonl

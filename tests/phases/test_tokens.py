@@ -20,9 +20,9 @@ from vla_rl.engine.config import EngineConfig
 from vla_rl.phases import rl
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.sft import SftConfig, run_sft
+from vla_rl.policies.blocks.config import VisionConfig
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
-from vla_rl.policies.pi0.config import VisionConfig
 from vla_rl.policies.tokens.config import ActionTokensConfig, LanguageConfig, TokenConfig
 from vla_rl.policies.tokens.fast import ACTION_TOKENIZER_FILE
 from vla_rl.policies.tokens.policy import TokenPolicy

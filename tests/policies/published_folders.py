@@ -22,9 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from vla_rl.episode import ACTION_DIM, STATE_DIM, VIEWS
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.module import PolicyModule
-from vla_rl.policies.pi0.config import PI0_PRESETS, TransformerConfig, VisionConfig
+from vla_rl.policies.pi0.config import PI0_PRESETS
 from vla_rl.policies.processor import IMAGES
 from vla_rl.policies.statistics import ACTION, STATE, Statistics
 from vla_rl.policies.tokenizer import SHIPPED_TOKENIZER

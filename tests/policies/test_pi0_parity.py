@@ -13,7 +13,8 @@ from lerobot.policies.pi05 import modeling_pi05
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from vla_rl.bench.lerobot_peer import lerobot_sizes
-from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config, TransformerConfig, VisionConfig
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
+from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config
 from vla_rl.policies.pi0.model import Pi0Model
 from vla_rl.policies.pi0.policy import PI0_FLOW
 from vla_rl.policies.pi0.published import from_published, published_weights, to_published

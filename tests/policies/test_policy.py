@@ -12,10 +12,11 @@ import torch
 from vla_rl.config import ConfigError
 from vla_rl.episode import ACTION_DIM, Observation
 from vla_rl.policies.base import Batch, PolicySpec
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.factory import family, make_policy, policy_spec
 from vla_rl.policies.flow import row_noise
 from vla_rl.policies.flow_policy import FlowPolicy
-from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config, TransformerConfig, VisionConfig
+from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config
 from vla_rl.policies.pi0.model import Pi0Model
 from vla_rl.policies.pi0.policy import Pi0Policy
 from vla_rl.policies.statistics import Statistics

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from vla_rl.policies.base import PolicySpec
+from vla_rl.policies.blocks.config import VisionConfig
 from vla_rl.policies.factory import policy_spec
-from vla_rl.policies.pi0.config import VisionConfig
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import SHIPPED_TOKENIZER, PromptTokenizer
 from vla_rl.policies.tokens.config import ActionTokensConfig, LanguageConfig, TokenConfig

@@ -21,9 +21,10 @@ import torch
 from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
 from vla_rl.bench.lerobot_peer import lerobot_batch, lerobot_chunk, lerobot_policy
 from vla_rl.episode import ACTION_DIM, STATE_DIM, VIEWS, Observation
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.flow import row_noise
-from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config, TransformerConfig, VisionConfig
+from vla_rl.policies.pi0.config import PI0_PRESETS, Pi0Config
 from vla_rl.policies.pi0.policy import Pi0Policy
 from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
 

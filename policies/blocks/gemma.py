@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_rl.policies.pi0.config import TransformerConfig
+from vla_rl.policies.blocks.config import TransformerConfig
 
 NORM_EPS = 1e-6
 ROTARY_BASE = 10_000.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_rl.policies.pi0.config import VisionConfig
+from vla_rl.policies.blocks.config import VisionConfig
 
 NORM_EPS = 1e-6
 
