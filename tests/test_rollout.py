@@ -33,7 +33,8 @@ class FakePool:
         self.looks: list[Look] = []
 
     def _observation(self, spec: EpisodeSpec, t: int) -> Observation:
-        return Observation({}, np.full(8, t, np.float32), f"prompt of {spec.key}")
+        truth = {"block_pos": np.full(3, float(t))} if self.looks[-1].privileged else {}
+        return Observation({}, np.full(8, t, np.float32), f"prompt of {spec.key}", truth)
 
     def reset(self, env: int, spec: EpisodeSpec, look: Look) -> None:
         self.looks.append(look)
@@ -144,6 +145,21 @@ def test_the_env_shows_what_the_actor_needs_and_nothing_else() -> None:
     )
     run(pool, actor, specs(1))
     assert pool.looks == [Look(views=("image",), privileged=True)]
+
+
+def test_truth_that_is_asked_for_a_reward_stays_with_the_episode_and_is_not_shown_to_the_actor() -> None:
+    shown: list[Observation] = []
+
+    def decide(observation: Observation) -> ActionChunk:
+        shown.append(observation)
+        return ActionChunk(np.zeros((2, 7), np.float32))
+
+    actor = SynchronousActor(ActorNeeds("policy"), lambda spec: decide)
+    (episode,) = run_episodes(FakePool(1, 0), actor, ListSource(specs(1)), lambda spec: look_of(actor.needs, privileged=True))
+    assert [observation.privileged for observation in shown] == [{}] * len(episode.steps)
+    assert episode.final_observation is not None
+    kept = [*(step.observation for step in episode.steps), episode.final_observation]
+    assert [observation.privileged["block_pos"][0] for observation in kept] == [observation.state[0] for observation in kept]
 
 
 def test_parts_that_do_not_fit_are_named_at_connect() -> None:

@@ -77,9 +77,12 @@ _Ended = tuple[int, Episode | None] | None
 """An env that is free again, with its episode (None: the spec will run again); or None: it goes on."""
 
 
-def look_of(needs: ActorNeeds, record_every: int = 0, record_states: bool = False) -> Look:
-    """What an env must show this actor, plus what a recorder asks for."""
-    return Look(views=needs.views, privileged=needs.privileged, record_every=record_every, record_states=record_states)
+def look_of(needs: ActorNeeds, record_every: int = 0, record_states: bool = False, privileged: bool = False) -> Look:
+    """What an env must show this actor, plus what a recorder or a reward asks for.
+
+    privileged: the episode keeps simulator truth; an actor that does not need it is not shown it.
+    """
+    return Look(views=needs.views, privileged=needs.privileged or privileged, record_every=record_every, record_states=record_states)
 
 
 def connect(env: EnvSpec, needs: ActorNeeds) -> None:
@@ -195,7 +198,8 @@ def _receive(actor: Actor, running: dict[int, _Running], again: deque[_Running],
         return reply.env, _episode(entry, outcome, "predicate" if reply.terminated else "time limit")
     if proposed is not None and proposed.finished:
         return reply.env, _judged(entry, proposed)
-    actor.submit(reply.env, reply.observation)
+    seen = reply.observation if actor.needs.privileged else replace(reply.observation, privileged={})
+    actor.submit(reply.env, seen)
     return None
 
 

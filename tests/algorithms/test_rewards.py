@@ -159,6 +159,7 @@ def test_functions_that_are_not_there(module, path, message):
     [
         ({"kind": "progress"}, "reward.kind is 'progress', which needs reward.function"),
         ({"function": "a:b"}, "reward.function is 'a:b', but reward.kind 'success' does not call it"),
+        ({"privileged": True}, "reward.privileged is true, but reward.kind 'success' calls no function"),
         ({"step_penalty": -0.1}, r"reward.step_penalty is -0\.1; allowed: at least 0"),
         ({"progress_coefficient": 0}, "reward.progress_coefficient is 0; allowed: above 0"),
         ({"time_limit_s": 0}, "reward.time_limit_s is 0; allowed: above 0"),

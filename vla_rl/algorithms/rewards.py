@@ -41,6 +41,8 @@ class RewardSettings:
     function: str = ""
     """`module:name`. For `function`: Episode -> float[N], a reward for every executed control step. For `progress`:
     Episode -> float[T + 1], the measure before every chunk and at the end."""
+    privileged: bool = False
+    """`function` reads `Observation.privileged` (simulator truth): the env fills it in, for the reward alone. The policy never sees it."""
     format_coefficient: float = 0.0
     """Added times the share of chunks whose reasoning has the right form (DeepThinkVLA: 0.4), paid at the last control step; for token
     policies that reason. At least 0."""
@@ -53,6 +55,8 @@ class RewardSettings:
             raise ConfigError(f"reward.kind is {self.kind!r}, which needs reward.function: the import path 'module:name' of your function")
         if self.function and not needed:
             raise ConfigError(f"reward.function is {self.function!r}, but reward.kind {self.kind!r} does not call it; remove one of them")
+        if self.privileged and not self.function:
+            raise ConfigError(f"reward.privileged is true, but reward.kind {self.kind!r} calls no function that could read it; remove it")
         if not self.step_penalty >= 0:
             raise ConfigError(f"reward.step_penalty is {self.step_penalty}; allowed: at least 0 (it is subtracted)")
         if not self.progress_coefficient > 0:

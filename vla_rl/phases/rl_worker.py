@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class RolloutWorker:
         self._vllm = None if config.vllm is None else open_vllm(self.policy, config.vllm, config.rollout_rows)
         self._pool = make_pool(config.pool, config.env, make_env)
         self._actor = PolicyActor(self.policy, config.rollout_rows, config.initial_policy, 0, device, config.exploration)
-        self._look = look_of(self._actor.needs)
+        self._look = look_of(self._actor.needs, privileged=config.algorithm.reward.privileged)
         self._specs = DealtSpecs()
         self._episodes: Iterator[Episode] = iter(())
         self._receiver: Receiver | None = None
@@ -138,7 +138,7 @@ def final_values(policy: PolicyModule, ended: Sequence[Episode], rows: int) -> d
     for start in range(0, len(ended), rows):
         part = ended[start : start + rows]
         observations = [episode.final_observation for episode in part]
-        padded = [observation for observation in observations if observation is not None]
+        padded = [replace(observation, privileged={}) for observation in observations if observation is not None]
         if len(padded) < len(part):
             raise ValueError(f"{part[0].spec.key} and others ended without a final observation, so the value to bootstrap from is missing")
         padded += [padded[0]] * (rows - len(padded))
