@@ -28,13 +28,15 @@ class PictureSlots:
     def __init__(self, arena: SharedArena, start: int, resolution: int) -> None:
         self.shape = (resolution, resolution, 3)
         size = aligned(math.prod(self.shape))
-        self._spans = {view: slice(index * size, index * size + math.prod(self.shape)) for index, view in enumerate(VIEWS)}
+        self._index: dict[str, int] = {view: index for index, view in enumerate(VIEWS)}
+        self._shape_VHW3 = (len(VIEWS), *self.shape)
+        self._strides_VHW3 = (size, 3 * resolution, 3, 1)
         self._slot_bytes = len(VIEWS) * size
         self._start = start
         self.end = start + SLOTS * self._slot_bytes
         arena.ensure(self.end)
         self._buffer = arena.buffer
-        self._places = [self._pictures(self._base(slot), VIEWS) for slot in range(SLOTS)]
+        self._places: list[dict[str, np.ndarray]] = [dict(zip(VIEWS, self._pictures(slot))) for slot in range(SLOTS)]
         self._lent: list[weakref.ref[np.ndarray] | None] = [None] * SLOTS
 
     def free(self) -> int:
@@ -55,21 +57,19 @@ class PictureSlots:
         """Pictures that the other side has put into a slot: lent, or copies if the slot is `COPIED`."""
         if slot == COPIED:
             return {view: self._places[slot][view].copy() for view in views}
-        base = self._base(slot)
-        self._lent[slot] = weakref.ref(base)
-        return self._pictures(base, views)
+        base_VHW3 = self._pictures(slot)
+        self._lent[slot] = weakref.ref(base_VHW3)
+        return {view: base_VHW3[self._index[view]] for view in views}
 
     def poison(self, slot: int) -> None:
         """Debug: mark a free slot as unwritten."""
-        poison(self._base(slot))
+        poison(np.frombuffer(self._buffer, np.uint8, self._slot_bytes, self._start + slot * self._slot_bytes))
 
     def require_written(self, slot: int, views: Sequence[str]) -> None:
         """Debug: raise PoisonError unless these views of a slot have been written."""
         for view in views:
             require_written(f"view {view}", self._places[slot][view])
 
-    def _base(self, slot: int) -> np.ndarray:
-        return np.frombuffer(self._buffer, np.uint8, self._slot_bytes, self._start + slot * self._slot_bytes)
-
-    def _pictures(self, base: np.ndarray, views: Sequence[str]) -> dict[str, np.ndarray]:
-        return {view: base[self._spans[view]].reshape(self.shape) for view in views}
+    def _pictures(self, slot: int) -> np.ndarray:
+        """uint8[V, H, W, 3]: the pictures of a slot, each at a multiple of a cache line."""
+        return np.ndarray(self._shape_VHW3, np.uint8, self._buffer, self._start + slot * self._slot_bytes, self._strides_VHW3)

@@ -7,8 +7,13 @@ pipes, as in the vector envs of LIBERO and of RL systems built on it). Each meas
 take turns, so that what else the machine does hits all of them, and a ratio is one of neighbours. Each system's bytes
 are checked before it is timed.
 
-Limit: per env step, the observation is copied into and out of shared memory, and each wake-up of a process costs half
-of a one-byte round trip; both are probed in the process that measures ours, and spread over the cores in use.
+Limit: per env step, the observation is copied once, into shared memory, and each wake-up of a process costs half of a
+one-byte round trip; both are probed in the process that measures ours, and spread over the cores in use. The copy is
+probed over the memory of all envs in turn, because that is what caches see. `limit_ratio` is what a system that costs
+nothing else would reach against each peer.
+
+On a machine that does other things, rates depend on the scheduler; the CPU time per env step of all processes of a
+system (`cpu_us_per_env_step`) does so much less, and is what the same ratio would be with every core saturated.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import psutil
 
 from vla_rl.bench.common import benchmark_parser, finish, measure_in_turns, spread
 from vla_rl.bench.zero_cost import RESOLUTION, Frames, ZeroCostEnv, ZeroCostGymnasium
@@ -61,11 +67,16 @@ def _row(num_envs: int, rounds: int, seconds: float) -> dict[str, Any]:
     """All systems at one number of envs, in turns."""
     runs = measure_in_turns("vla_rl.bench.transport", ("ours", *PEERS), rounds, str(num_envs), str(seconds))
     rates = {system: [run["rate"] for run in measured] for system, measured in runs.items()}
+    cpu_us = {system: [run["cpu_us"] for run in measured] for system, measured in runs.items()}
+    limit = statistics.median(run["limit"] for run in runs["ours"])
     row = {
         "envs": num_envs,
         "env_steps_per_s": {system: spread(values) for system, values in rates.items()},
         "ratio": {peer: spread([ours / theirs for ours, theirs in zip(rates["ours"], rates[peer])]) for peer in PEERS},
-        "limit_env_steps_per_s": statistics.median(run["limit"] for run in runs["ours"]),
+        "limit_ratio": {peer: limit / statistics.median(rates[peer]) for peer in PEERS},
+        "cpu_us_per_env_step": {system: spread(values) for system, values in cpu_us.items()},
+        "cpu_ratio": {peer: spread([theirs / ours for ours, theirs in zip(cpu_us["ours"], cpu_us[peer])]) for peer in PEERS},
+        "limit_env_steps_per_s": limit,
         "fraction_of_limit": statistics.median(run["rate"] / run["limit"] for run in runs["ours"]),
         "probes": {name: statistics.median(run[name] for run in runs["ours"]) for name in ("copy_us", "round_trip_us", "wake_ups")},
         "load_average": os.getloadavg()[0],
@@ -79,11 +90,17 @@ def _line(row: dict[str, Any]) -> str:
     ratios = ", ".join(
         f"{spread['median']:.2f} ({spread['q25']:.2f} to {spread['q75']:.2f}) x {peer}" for peer, spread in row["ratio"].items()
     )
-    return f"{row['envs']} envs: {rates}\n  {ratios}; {row['fraction_of_limit']:.0%} of the limit"
+    at_limit = ", ".join(f"{row['limit_ratio'][peer]:.1f}" for peer in PEERS)
+    cpu = ", ".join(f"{row['cpu_ratio'][peer]['median']:.1f}" for peer in PEERS)
+    return (
+        f"{row['envs']} envs: {rates}\n  {ratios}\n  {row['fraction_of_limit']:.0%} of the limit, which is at ratios {at_limit}; "
+        f"CPU per step {row['cpu_us_per_env_step']['ours']['median']:.0f} us, ratios {cpu}"
+    )
 
 
 def measure(system: str, num_envs: int, seconds: float) -> dict[str, float]:
-    """One measurement, in this process. Keys: `rate` (env steps per second), and for ours the probes and the limit."""
+    """One measurement, in this process. Keys: `rate` (env steps per second), `cpu_us` (of all processes, per env step), and for ours
+    the probes and the limit."""
     return _measure_ours(num_envs, seconds) if system == "ours" else _measure_peer(num_envs, seconds, PEERS[system])
 
 
@@ -99,16 +116,28 @@ def _measure_ours(num_envs: int, seconds: float) -> dict[str, float]:
             _check_reply(expected, steps[reply.env], reply)
             pool.step(reply.env, chunk)
     done = wake_ups = 0
-    started = time.perf_counter()
+    cpu_s, started = _cpu_s(), time.perf_counter()
     while time.perf_counter() - started < seconds:
         answered = [reply.env for reply in pool.ready(DEADLINE_S)]  # like the peers' loop, it drops what it gets
         wake_ups += 1
         for env in answered:
             pool.step(env, chunk)
         done += len(answered)
-    rate = done / (time.perf_counter() - started)
+    measured = _measured(done, started, cpu_s)
     pool.close()
-    return {"rate": rate, **_limit(num_envs, 1 + wake_ups / done)}
+    return {**measured, **_limit(num_envs, 1 + wake_ups / done)}
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and its children so far."""
+    this = psutil.Process()
+    times = [process.cpu_times() for process in (this, *this.children())]
+    return sum(used.user + used.system for used in times)
+
+
+def _measured(done: int, started: float, cpu_s: float) -> dict[str, float]:
+    """Rate and CPU time of `done` env steps since `started`, when `_cpu_s` was `cpu_s`."""
+    return {"rate": done / (time.perf_counter() - started), "cpu_us": 1e6 * (_cpu_s() - cpu_s) / done}
 
 
 def _check_reply(expected: Frames, step: int, reply: EnvReply) -> None:
@@ -133,31 +162,31 @@ def _measure_peer(num_envs: int, seconds: float, settings: dict[str, Any]) -> di
         for name, value in {**expected.images, "state": expected.state}.items():
             if not all(np.array_equal(row, value) for row in observation[name]):
                 raise AssertionError(f"step {step}: {name} is not what the envs handed out")
-    done, started = 0, time.perf_counter()
+    done, cpu_s, started = 0, _cpu_s(), time.perf_counter()
     while time.perf_counter() - started < seconds:
         envs.step(actions)
         done += num_envs
-    rate = done / (time.perf_counter() - started)
+    measured = _measured(done, started, cpu_s)
     envs.close()
-    return {"rate": rate}
+    return measured
 
 
 def _limit(num_envs: int, wake_ups: float) -> dict[str, float]:
-    """The probes and `limit` (env steps per second): two copies and `wake_ups` wake-ups per env step, on all cores in use."""
-    copy_s, round_trip_s = _probe_copy(), _probe_round_trip()
+    """The probes and `limit` (env steps per second): one copy and `wake_ups` wake-ups per env step, on all cores in use."""
+    copy_s, round_trip_s = _probe_copy(num_envs), _probe_round_trip()
     cores = min(num_envs + 1, len(os.sched_getaffinity(0)))
-    limit = cores / (2 * copy_s + wake_ups * round_trip_s / 2)
+    limit = cores / (copy_s + wake_ups * round_trip_s / 2)
     return {"limit": limit, "copy_us": 1e6 * copy_s, "round_trip_us": 1e6 * round_trip_s, "wake_ups": wake_ups}
 
 
-def _probe_copy(repeats: int = 300) -> float:
-    """Median seconds to copy one observation's pictures into memory that is mapped already."""
-    pictures = list(Frames().images.values())
-    targets = [picture.copy() for picture in pictures]
+def _probe_copy(num_envs: int, repeats: int = 300) -> float:
+    """Median seconds to copy one observation's pictures into memory that is mapped already, the envs taking turns."""
+    sources = [list(Frames().images.values()) for _ in range(num_envs)]
+    targets = [[picture.copy() for picture in pictures] for pictures in sources]
     times: list[float] = []
-    for _ in range(repeats):
+    for turn in range(repeats):
         started = time.perf_counter()
-        for picture, target in zip(pictures, targets):
+        for picture, target in zip(sources[turn % num_envs], targets[turn % num_envs]):
             target[:] = picture
         times.append(time.perf_counter() - started)
     return statistics.median(times)
