@@ -108,12 +108,12 @@ def test_standing_still_for_good_is_an_error(world: World) -> None:
 
 
 def test_average_follows_its_formula_and_swaps_in_and_out(world: World) -> None:
-    engine = make(world, ema_decay=0.75)
+    engine = make(world, ema_decay=0.3)
     expected = weights(engine)
-    for _ in range(3):
+    for decay in (2 / 11, 3 / 12, 0.3, 0.3):  # (1 + n) / (10 + n) until that is more
         train(engine, 1)
         now = weights(engine)
-        expected = {name: 0.75 * value + 0.25 * now[name] for name, value in expected.items()}
+        expected = {name: decay * value + (1 - decay) * now[name] for name, value in expected.items()}
     for name, tensor in engine.named_weights(averaged=True):
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)  # lerp rounds once, the formula twice
     before, average = weights(engine), weights(engine, averaged=True)

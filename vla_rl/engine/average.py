@@ -12,7 +12,11 @@ from vla_rl.engine.tensors import local_tensor
 
 
 class WeightAverage:
-    """average <- decay * average + (1 - decay) * weights, once per update; starts at the first weights."""
+    """average <- d_n * average + (1 - d_n) * weights after update n, with d_n = min(decay, (1 + n) / (10 + n)).
+
+    The decay grows (TensorFlow's `ExponentialMovingAverage` with `num_updates`), so that a training shorter than 1 / (1 - decay) updates
+    does not end with an average of mostly untrained weights.
+    """
 
     def __init__(self, weights: Mapping[str, nn.Parameter], decay: float) -> None:
         self.decay = decay
@@ -20,10 +24,11 @@ class WeightAverage:
         """The average by parameter name, sharded like the parameter."""
 
     @torch.no_grad()
-    def update(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Take in the weights of one more update."""
+    def update(self, weights: Mapping[str, nn.Parameter], updates: int) -> None:
+        """Take in the weights after update number `updates`, counted from 1."""
+        decay = min(self.decay, (1 + updates) / (10 + updates))
         for name, weight in weights.items():
-            local_tensor(self.values[name]).lerp_(local_tensor(weight), 1.0 - self.decay)
+            local_tensor(self.values[name]).lerp_(local_tensor(weight), 1.0 - decay)
 
     @contextmanager
     def swapped_into(self, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:

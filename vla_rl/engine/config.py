@@ -60,8 +60,8 @@ class EngineConfig:
     cpu_offload: bool = False
     """Keep sharded weights, gradients and optimizer state in host memory; they travel to the device block by block."""
     ema_decay: float | None = None
-    """Decay per update of an exponential moving average of the weights, in (0, 1); none keeps no average.
-    Where there is one, it is what evaluation and the saved policy use."""
+    """Decay per update of an exponential moving average of the weights, in (0, 1), at most (1 + n) / (10 + n) in update n; none keeps no
+    average. Where there is one, it is what evaluation and the saved policy use."""
     trainable: Trainable = "all"
     """`all` parameters; `expert` only (the policy's action expert and its projections); or `lora` adapters."""
     lora: LoraSettings = field(default_factory=LoraSettings)

@@ -135,7 +135,7 @@ class Engine:
             self.optimizer.step()
             self.version += 1
             if self.average is not None:
-                self.average.update(self.trainable())
+                self.average.update(self.trainable(), self.version)
             self._skipped_in_a_row = 0
         else:
             self._count_skip()
