@@ -51,7 +51,7 @@ class CollectConfig:
     format: Format = "hdf5"
     """`hdf5` (LIBERO's schema, `episodes/`), `lerobot` (LeRobotDataset v3.0, `lerobot/`) or `both`. LeRobot needs frame_every 1."""
     compression: Compression = DEFAULT_COMPRESSION
-    """Of pictures in HDF5: `lzf`, `gzip` (smaller, slower to read) or `none`."""
+    """Of pictures in HDF5: `gzip`, `lzf` (larger, faster; equal episodes then have equal pictures, not always equal bytes) or `none`."""
     pictures: Pictures = "png"
     """In LeRobot's format: `png` (exact) or video, `av1` (small) or `h264` (encodes and plays anywhere)."""
     operator: OperatorConfig | None = None
