@@ -12,6 +12,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt scripts/install_gl.sh
 	@test -n "$(PYTHON)" || { echo "Python 3.12 is needed: install it (for example 'pyenv install 3.12' or 'apt-get install python3.12-venv') or run 'make PYTHON=/path/to/python3.12'"; exit 1; }
+	bash scripts/require_space.sh . 9 "The environment ($(VENV))"
 	bash scripts/install_gl.sh
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv==$$(sed -n 's/^uv==//p' constraints.txt)"
@@ -24,9 +25,9 @@ vllm: .venv-vllm/.installed
 	bash scripts/install_vllm.sh $(BIN)/uv $(BIN)/python .venv-vllm
 	@touch $@
 
-test: $(STAMP) check
+test: $(STAMP) check .venv-vllm/.installed
 	bash scripts/install_chromium.sh
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "vllm or not vllm"
 
 test-vllm: .venv-vllm/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m vllm

@@ -153,12 +153,13 @@ def test_ppo_with_a_critic_that_reads_the_prefix(
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(1800)
 def test_grpo_with_vllm(reach_demonstrations_32: Path, tmp_path: Path) -> None:
     """Every step hands vLLM new weights, and what it samples is on-policy for the trainer, within float32's rounding."""
     heads = LanguageConfig(architecture="qwen3", width=16, depth=2, mlp_width=32, heads=2, kv_heads=1, head_width=32)
     sft = trained(replace(REASONING, language=heads), reach_demonstrations_32, tmp_path / "sft", updates=10)
     initial = Path(sft.run_dir) / "checkpoints" / "last" / "policy"
-    config = tokens_recipe(tmp_path / "run", initial, steps=3, checkpoint_every=3, vllm=VllmConfig(python=str(PYTHON)))
+    config = tokens_recipe(tmp_path / "run", initial, steps=3, checkpoint_every=3, vllm=VllmConfig(python=str(PYTHON), start_s=1500.0))
     assert rl.run_rl(config) == 0
     rows = metrics_of(config)
     assert [row["vllm_starts"] for row in rows] == [1.0] * 3 and [row["version"] for row in rows] == [1, 2, 3]

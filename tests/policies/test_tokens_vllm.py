@@ -26,11 +26,15 @@ from vla_rl.rollout import ListSource, look_of, run_episodes
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig, make_pool
 
+pytestmark = pytest.mark.timeout(1800)
+"""Most of the time a process comes up, which takes a minute on an idle machine and many on a busy one."""
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 FOR_VLLM = replace(REASONING_CAUSAL, language=replace(REASONING_CAUSAL.language, head_width=32))
 """vLLM's attention on a CPU has heads of 32 and more."""
 ROWS = 3
 SAMPLING = Exploration(method="tokens", temperature=1.3, reasoning_temperature=0.8)
+PATIENT = VllmConfig(python=str(PYTHON), start_s=1500.0, answer_s=600.0)
+"""No deadline is tested where the real process answers."""
 GAP = 1e-4
 """Largest difference (nats) of an action's log-probability: float32 on both sides, sums in another order (`ON_POLICY_BOUNDS`)."""
 
@@ -40,7 +44,7 @@ def policy(statistics: Statistics) -> Iterator[TokenPolicy]:
     """A policy that reasons and acts, and the vLLM process that writes for it, with weights version 0."""
     torch.set_num_threads(1)
     made = make_tokens(FOR_VLLM, statistics)
-    engine = open_vllm(made, VllmConfig(python=str(PYTHON)), ROWS)
+    engine = open_vllm(made, PATIENT, ROWS)
     with pytest.raises(EngineLost, match="no weights"):
         made.act(made.preprocess([_observation()]), [0])
     engine.load(made.model.language, 0)
