@@ -13,7 +13,7 @@ class TransformerConfig:
     width: int = 128
     """Model width; even, at least 2."""
     depth: int = 3
-    """Number of layers; at least 1. (pi0: the language model and the action expert share attention, so depth, heads and widths of heads agree.)"""
+    """Number of layers; at least 1. (pi0's language model and action expert share attention, so depth and heads of both agree.)"""
     mlp_width: int = 512
     """Hidden width of the gated MLP."""
     heads: int = 4
