@@ -100,6 +100,25 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(
 
 
 @pytest.mark.faults
+def test_a_stopped_worker_is_killed_and_replaced_and_changes_nothing(
+    inline: RlConfig, initial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, stopped = Collector._take, list[int]()
+
+    def take(self: Any, worker: int, *arguments: Any) -> None:
+        plain(self, worker, *arguments)
+        if not stopped:
+            stopped.append(self._crew.workers[worker].process.pid)
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    monkeypatch.setattr(Collector, "_take", take)
+    config = recipe(tmp_path / "run", initial, cluster=replace(PROCESS, heartbeat_deadline_s=15.0))
+    assert rl.run_rl(config) == 0
+    assert stopped and not psutil.pid_exists(stopped[0])
+    assert same_weights(config, inline)
+
+
+@pytest.mark.faults
 def test_a_killed_trainer_rank_ends_the_run_which_goes_on_from_its_checkpoint(
     inline: RlConfig, initial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from rl_recipe import metrics_of, rl_recipe, same_weights
 from small_roles import Echo
 
 from vla_rl.cluster.config import ClusterConfig
-from vla_rl.cluster.errors import RoleLost
+from vla_rl.cluster.errors import RoleHung, RoleLost
 from vla_rl.cluster.ray_backend import RayBackend, RayParcel
 from vla_rl.config import ConfigError
 from vla_rl.phases import rl
@@ -76,6 +76,21 @@ def test_a_lost_actor_is_a_typed_error(two_nodes: Cluster) -> None:
         member.call("shout").result()
     assert caught.value.name.rank == 0 and Path(caught.value.name.log).exists()
     assert backend.loss_of(member) is not None
+    backend.close()
+
+
+@pytest.mark.faults
+def test_a_stopped_actor_is_a_typed_error_and_its_place_is_free_again(two_nodes: Cluster) -> None:
+    backend = RayBackend(ClusterConfig(backend="ray", torch_threads=1, heartbeat_deadline_s=15.0), None)
+    member = backend.start("worker", 0, Echo, "hello")
+    process = psutil.Process(member.call("process").result())
+    process.suspend()
+    with pytest.raises(RoleHung, match=r"worker 0 on .* \(node .*\(log: .*worker-.*no sign of life for 1\d s"):
+        member.call("greet", "Ada").result()
+    again = backend.start("worker", 0, Echo, "hello again")
+    assert again.call("greet", "Ada").result() == "hello again, Ada"
+    gone, _ = psutil.wait_procs([process], timeout=60)
+    assert gone == [process]
     backend.close()
 
 

@@ -1,5 +1,7 @@
 """Spans nest, and the leaves explain the root's time."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,30 @@ def test_nesting_depth_and_leaves_are_recorded(tmp_path: Path) -> None:
     ]
     assert rows["physics"]["s"] == 0.5
     assert read_jsonl(tmp_path / "spans.jsonl") == log.rows
+
+
+def test_nothing_is_written_inside_a_step(tmp_path: Path) -> None:
+    """Writing takes time that no span would explain."""
+    file = tmp_path / "spans.jsonl"
+    open_span_log(file)
+    with span("earlier"):
+        pass
+    with span("step"):
+        with span("render"):
+            pass
+        assert [row["name"] for row in read_jsonl(file)] == ["earlier"]
+    assert [row["name"] for row in read_jsonl(file)] == ["earlier", "render", "step"]
+
+
+def test_a_log_that_is_replaced_or_closed_leaves_nothing_unwritten(tmp_path: Path) -> None:
+    log = open_span_log(tmp_path / "spans.jsonl")
+    log._written_s = time.monotonic() + 1000.0
+    thread = threading.Thread(target=lambda: add_span("policy_forward", 0.1))
+    thread.start()
+    thread.join()
+    assert read_jsonl(tmp_path / "spans.jsonl") == []
+    close_span_log()
+    assert [row["name"] for row in read_jsonl(tmp_path / "spans.jsonl")] == ["policy_forward"]
 
 
 def test_a_span_is_recorded_when_its_block_raises() -> None:

@@ -29,6 +29,12 @@ class ClusterConfig:
     """CPUs that Ray reserves for each role, with the env processes of a worker included; above 0."""
     torch_threads: int | None = None
     """Threads of each role's torch on the CPU; at least 1, none: as many as the driver has. Equal bits need equal threads."""
+    heartbeat_deadline_s: float = 60.0
+    """Seconds without a sign of life, of which a role gives one a second, after which it counts as hung and is killed; at least 3
+    (`process` and `ray`)."""
+    progress_deadline_s: float = 1800.0
+    """Seconds that a role which was asked for something may take for a single operation (a batch of the policy, a micro-batch, a
+    checkpoint, the start of its envs) before it counts as dead-locked and is killed; at least 3 (`process` and `ray`)."""
     ray_address: str | None = None
     """Address of a running Ray cluster (`auto` finds it); none starts Ray on this machine for the time of the run."""
 
@@ -42,6 +48,9 @@ class ClusterConfig:
             raise ConfigError(f"cluster.cpus_per_role is {self.cpus_per_role}; allowed: above 0")
         if self.torch_threads is not None and self.torch_threads < 1:
             raise ConfigError(f"cluster.torch_threads is {self.torch_threads}; allowed: at least 1, or none")
+        for name in ("heartbeat_deadline_s", "progress_deadline_s"):
+            if not getattr(self, name) >= 3.0:
+                raise ConfigError(f"cluster.{name} is {getattr(self, name)}; allowed: at least 3 seconds")
         self._check_backend()
         self._check_placement()
 

@@ -33,6 +33,10 @@ class RoleLost(UserError):
         super().__init__(f"{name} was lost: {cause}. Start the same command again to go on from the last checkpoint.{words}")
 
 
+class RoleHung(RoleLost):
+    """A role lived and did nothing; it was killed."""
+
+
 class RoleFailed(RuntimeError):
     """A role raised something that does not travel between processes; the text holds its traceback."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,8 @@ import torch
 
 from vla_rl.cluster.backend import LOOPBACK, Member, Pending, Sealed
 from vla_rl.cluster.config import ClusterConfig
-from vla_rl.cluster.errors import RoleLost, RoleName
+from vla_rl.cluster.errors import RoleHung, RoleLost, RoleName
+from vla_rl.cluster.liveness import Counts, Pulse, Vigil, Watch
 from vla_rl.cluster.placement import Slot, plan_placement
 from vla_rl.cluster.process_role import CLOSE, GRACE_S, Surroundings, allow_many_files, serve
 from vla_rl.cluster.wire import ArenaParcel, Raised
@@ -60,9 +62,11 @@ class _ProcessCall:
 class ProcessMember:
     """A role in a process of its own."""
 
-    def __init__(self, name: RoleName, process: BaseProcess, calls: Connection) -> None:
+    def __init__(self, name: RoleName, process: BaseProcess, calls: Connection, pulse: Pulse) -> None:
         self.name, self.process, self.calls = name, process, calls
         self.received_bytes = 0
+        self.vigil = Vigil()
+        self.pulse, self._hung = pulse, ""
         self._open: list[_ProcessCall] = []
         self.ready: Pending = self._expect()
 
@@ -94,6 +98,28 @@ class ProcessMember:
         else:
             call.settle(body, None)
 
+    @property
+    def is_busy(self) -> bool:
+        """See `Watched.is_busy`."""
+        return bool(self._open)
+
+    def counts(self) -> Counts:
+        """See `Watched.counts`."""
+        return self.pulse.read()
+
+    def end_hung(self, cause: str) -> None:
+        """See `Watched.end_hung`: first with a signal at which it writes its stacks into its log, if it can."""
+        number = signal.SIGKILL if self._hung else signal.SIGABRT
+        self._hung = self._hung or cause
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.process.pid, number)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended; from any thread."""
+        return bool(wait([self.process.sentinel], 0))
+
     def loss(self) -> RoleLost:
         """Why the process is gone. Waits for its end."""
         self.process.join()
@@ -102,8 +128,10 @@ class ProcessMember:
             cause = "killed by SIGKILL (by a person, or by the kernel because memory was short)"
         else:
             cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with status {code}"
+        if self._hung:
+            cause = self._hung
         lines = Path(self.name.log).read_text(errors="replace").splitlines() if Path(self.name.log).exists() else []
-        return RoleLost(self.name, cause, "\n".join(lines[-LAST_LINES:]))
+        return (RoleHung if self._hung else RoleLost)(self.name, cause, "\n".join(lines[-LAST_LINES:]))
 
     def _expect(self) -> _ProcessCall:
         call = _ProcessCall(self)
@@ -128,6 +156,7 @@ class ProcessBackend:
         self._config, self._logs, self._spans = config, run_dir / "logs", spans
         self._slots = {(slot.role, slot.rank): slot for slot in plan_placement(config)}
         self._members: list[ProcessMember] = []
+        self._watch = Watch(config, lambda: [member for member in tuple(self._members) if not member.is_over])
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         allow_many_files()
@@ -136,12 +165,13 @@ class ProcessBackend:
         """See `Backend.start`."""
         log = self._logs / f"{role}_{rank}.log"
         threads = self._config.torch_threads or torch.get_num_threads()
-        surroundings = Surroundings(f"{role}_{rank}", log, self._spans, threads, _environment(self._slots[role, rank]))
+        pulse = Pulse.create()
+        surroundings = Surroundings(f"{role}_{rank}", log, self._spans, threads, _environment(self._slots[role, rank]), pulse.path)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=serve, args=(theirs, os.getpid(), surroundings, make, arguments), name=f"{role} {rank}")
         process.start()
         theirs.close()
-        member = ProcessMember(RoleName(role, rank, platform.node(), str(log)), process, ours)
+        member = ProcessMember(RoleName(role, rank, platform.node(), str(log)), process, ours, pulse)
         self._members.append(member)
         return member
 
@@ -162,6 +192,7 @@ class ProcessBackend:
 
     def close(self) -> None:
         """See `Backend.close`: roles get a moment to end by themselves, and are killed after it."""
+        self._watch.close()
         members, self._members = self._members, []
         for member in members:
             member.call(CLOSE)
@@ -171,6 +202,7 @@ class ProcessBackend:
             member.process.kill()
             member.process.join()
             member.calls.close()
+            member.pulse.close()
 
 
 def _environment(slot: Slot) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import resource
@@ -18,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from vla_rl.cluster.backend import Sealed
+from vla_rl.cluster.liveness import beat_for_ever
 from vla_rl.cluster.wire import Raised, pack
 from vla_rl.process import end_process
-from vla_rl.telemetry.spans import open_span_log
+from vla_rl.telemetry.pulse import mark_progress
+from vla_rl.telemetry.spans import open_span_log, write_spans
 
 CLOSE = "close"
 """The method whose call ends the process."""
@@ -42,6 +45,8 @@ class Surroundings:
     torch_threads: int
     environment: dict[str, str]
     """Variables to set."""
+    pulse: str
+    """Where it counts its signs of life (`liveness.Pulse`)."""
 
 
 def serve(calls: Connection, driver: int, surroundings: Surroundings, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -60,6 +65,7 @@ def serve(calls: Connection, driver: int, surroundings: Surroundings, make: Call
 def _serve_one(calls: Connection, driver: int, name: str, role: Any) -> bool:
     """Answer one call; False if it was the last one."""
     method, arguments = pickle.loads(calls.recv_bytes())
+    mark_progress()
     value = getattr(role, method)
     _answer(calls, driver, name, lambda: (role, value(*arguments)))
     return method != CLOSE
@@ -69,6 +75,7 @@ def _answer(calls: Connection, driver: int, name: str, work: Callable[[], tuple[
     """Send what `work` answers (the second of its pair), or raised; returns the first, or None where it raised."""
     try:
         kept, value = work()
+        write_spans()
         arena = pack(value.payload, f"vla-rl-parcel-{name}") if isinstance(value, Sealed) else None
         message = pickle.dumps(value.value if isinstance(value, Sealed) else value)
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the driver gets whatever a role raises
@@ -84,16 +91,19 @@ def _answer(calls: Connection, driver: int, name: str, work: Callable[[], tuple[
 def _settle_in(surroundings: Surroundings) -> None:
     os.environ.update(surroundings.environment)
     allow_many_files()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the watch ends a dead-locked role with SIGABRT, for its stack
     surroundings.log.parent.mkdir(parents=True, exist_ok=True)
     with open(surroundings.log, "ab", buffering=0) as file:
         sys.stdout.flush()
         sys.stderr.flush()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process of the terminal, and the driver decides
     import torch
 
     torch.set_num_threads(surroundings.torch_threads)
+    beat_for_ever(surroundings.pulse)
     open_span_log(surroundings.spans, surroundings.role)
 
 

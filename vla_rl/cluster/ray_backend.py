@@ -23,7 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vla_rl.cluster.backend import Member, Pending, Sealed
 from vla_rl.cluster.config import ClusterConfig
-from vla_rl.cluster.errors import RoleLost, RoleName
+from vla_rl.cluster.errors import RoleHung, RoleLost, RoleName
+from vla_rl.cluster.liveness import Counts, Vigil, Watch
 from vla_rl.cluster.placement import plan_placement, seats_of_nodes
 from vla_rl.cluster.ray_role import RaySurroundings, RoleActor
 from vla_rl.cluster.wire import Raised
@@ -84,8 +85,13 @@ class RayMember:
     def __init__(self, role: str, rank: int, actor: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.actor = actor
         self.received_bytes = 0
+        self.is_over = False
+        """The watch has nothing more to see of it."""
         self._role, self._rank, self._where = role, rank, actor.where.remote()
-        self.ready: Pending = _RayCall(self, actor.make.remote(make, arguments))
+        self.vigil = Vigil()
+        self._counts, self._pulse, self._hung = Counts(0, 0), actor.pulse.remote(), ""
+        self._newest = actor.make.remote(make, arguments)
+        self.ready: Pending = _RayCall(self, self._newest)
 
     @property
     def name(self) -> RoleName:
@@ -98,11 +104,35 @@ class RayMember:
 
     def call(self, method: str, *arguments: Any, beside: bool = False) -> Pending:
         """See `Member.call`."""
-        remote = self.actor.call_beside if beside else self.actor.call
-        return _RayCall(self, remote.remote(method, arguments))
+        if beside:
+            return _RayCall(self, self.actor.call_beside.remote(method, arguments))
+        self._newest = self.actor.call.remote(method, arguments)
+        return _RayCall(self, self._newest)
+
+    @property
+    def is_busy(self) -> bool:
+        """See `Watched.is_busy`; calls are answered in order, so the newest tells."""
+        return not ray.wait([self._newest[0]], timeout=0, fetch_local=False)[0]
+
+    def counts(self) -> Counts:
+        """See `Watched.counts`: each answer of the actor is a beat, and is asked for when the last one came."""
+        if ray.wait([self._pulse], timeout=0, fetch_local=False)[0] and not self.is_over:
+            try:
+                self._counts = Counts(self._counts.beats + 1, ray.get(self._pulse))
+                self._pulse = self.actor.pulse.remote()
+            except RayActorError:  # gone: who waits for its answer is told by Ray
+                self.is_over = True
+        return self._counts
+
+    def end_hung(self, cause: str) -> None:
+        """See `Watched.end_hung`."""
+        self._hung, self.is_over = cause, True
+        ray.kill(self.actor)
 
     def loss(self, error: Exception) -> RoleLost:
-        """What Ray says about the end of the actor."""
+        """What the watch, or Ray, says about the end of the actor."""
+        if self._hung:
+            return RoleHung(self.name, self._hung)
         return RoleLost(self.name, " ".join(str(error).split()))
 
 
@@ -124,6 +154,7 @@ class RayBackend:
         """Under which the other machines reach the driver."""
         bundles = [[_resources(len(seat), seat[0].has_gpu, config) for seat in node] for node in seats_of_nodes(slots)]
         self._groups = _reserve(bundles)
+        self._watch = Watch(config, lambda: [member for member in tuple(self._members) if not member.is_over])
 
     def start(self, role: str, rank: int, make: Callable[..., Any], *arguments: Any) -> RayMember:
         """See `Backend.start`; a rank keeps its node over all of its lives."""
@@ -156,6 +187,7 @@ class RayBackend:
 
     def close(self) -> None:
         """See `Backend.close`."""
+        self._watch.close()
         members, self._members = self._members, []
         closing = [member.actor.call.remote("close", ())[0] for member in members]
         if closing:

@@ -15,7 +15,8 @@ import torch
 
 from vla_rl.cluster.backend import Sealed
 from vla_rl.cluster.wire import Raised
-from vla_rl.telemetry.spans import open_span_log
+from vla_rl.telemetry.pulse import mark_progress, progress_marks
+from vla_rl.telemetry.spans import open_span_log, write_spans
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class RoleActor:
         context = ray.get_runtime_context()
         return f"{ray.util.get_node_ip_address()} (node {context.get_node_id()[:8]})", os.path.realpath("/proc/self/fd/2")
 
+    @ray.method(concurrency_group="liveness")
+    def pulse(self) -> int:
+        """How much this process has got done; that it answers is a sign of life."""
+        return progress_marks()
+
     @ray.method(num_returns=2)
     def make(self, maker: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[bytes, Any]:
         """Make the role; its first call."""
@@ -69,8 +75,10 @@ class RoleActor:
 
 
 def _answer(work: Callable[[], Any]) -> tuple[bytes, Any]:
+    mark_progress()
     try:
         value = work()
+        write_spans()
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the driver gets whatever a role raises
         return pickle.dumps(Raised.of(error)), None
     if isinstance(value, Sealed):

@@ -30,6 +30,7 @@ from vla_rl.engine.sharding import ENTRY_POINTS, compute_context, free_gathered,
 from vla_rl.engine.tensors import local_tensor
 from vla_rl.engine.world import World, open_world
 from vla_rl.policies.base import LossSums
+from vla_rl.telemetry.pulse import mark_progress
 
 COUNT_TOLERANCE = 1e-5
 """Relative difference allowed between a loss's count (float32) and the normalizer's (float64)."""
@@ -116,6 +117,7 @@ class Engine:
             with compute_context(self.config, self.world):
                 result = loss_fn(self.policy, micro_batch)
             (result.loss_sum / divisor).backward()
+            mark_progress()
             sums.append(LossSums(result.loss_sum.detach(), result.count.detach(), result.metrics))
         return self._reduce(sums, divisor)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,17 +69,22 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def append_jsonl(path: str | Path, row: Mapping[str, Any]) -> None:
-    """Append one row with a single write, so that concurrent appenders never interleave inside a line.
+    """`append_rows` of one row."""
+    append_rows(path, [row])
+
+
+def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows with a single write, so that concurrent appenders never interleave inside a line.
 
     If the file's last line was cut by a crash, the rest of it is removed first: otherwise the new row would be glued to it.
     """
-    line = json.dumps(row, default=_plain) + "\n"
+    lines = "".join(json.dumps(row, default=_plain) + "\n" for row in rows)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), open(path, "ab+") as file:
         if (end := file.seek(0, os.SEEK_END)) and not _ends_whole(file, end):
             _drop_cut_line(file, end)
-        file.write(line.encode())
+        file.write(lines.encode())
 
 
 def _ends_whole(file: Any, end: int) -> bool:

@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vla_rl.telemetry.files import append_jsonl
+from vla_rl.telemetry.files import append_rows
+from vla_rl.telemetry.pulse import mark_progress
+
+WRITE_S = 1.0
+"""Seconds between two writes of a thread that is not the main one."""
 
 
 @dataclass
@@ -28,13 +32,19 @@ class _Open:
 
 
 class SpanLog:
-    """Collects the spans of this process and, if given a path, appends each to a JSONL file when it ends."""
+    """Collects the spans of this process and, if given a path, appends them to a JSONL file.
+
+    Inside a span of the main thread nothing is written, because writing takes time that no span would explain.
+    """
 
     def __init__(self, path: Path | None, role: str) -> None:
         self.path = path
         self.role = role
         self.rows: list[dict[str, Any]] = []
         self._threads = threading.local()
+        self._unwritten: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._written_s = 0.0
 
     def stack(self) -> list[_Open]:
         """The open spans of the calling thread, outermost first."""
@@ -44,6 +54,7 @@ class SpanLog:
 
     def close_span(self, entry: _Open, depth: int, duration_s: float) -> None:
         """Record one ended span."""
+        mark_progress()
         row = {
             "name": entry.name,
             "start": entry.start_s,
@@ -56,7 +67,18 @@ class SpanLog:
         }
         self.rows.append(row)
         if self.path is not None:
-            append_jsonl(self.path, row)
+            with self._lock:
+                self._unwritten.append(row)
+            if depth == 0 and (threading.current_thread() is threading.main_thread() or time.monotonic() - self._written_s > WRITE_S):
+                self.write()
+
+    def write(self) -> None:
+        """Append what has not been written yet."""
+        with self._lock:
+            rows, self._unwritten = self._unwritten, []
+            if rows and self.path is not None:
+                append_rows(self.path, rows)
+                self._written_s = time.monotonic()
 
 
 _log: SpanLog | None = None
@@ -65,6 +87,7 @@ _log: SpanLog | None = None
 def open_span_log(path: Path | None, role: str = "driver") -> SpanLog:
     """Make `span` record from now on, in this process. Returns the log; the previous one, if any, is replaced."""
     global _log
+    write_spans()
     _log = SpanLog(path, role)
     return _log
 
@@ -72,7 +95,14 @@ def open_span_log(path: Path | None, role: str = "driver") -> SpanLog:
 def close_span_log() -> None:
     """Make `span` do nothing again."""
     global _log
+    write_spans()
     _log = None
+
+
+def write_spans() -> None:
+    """Write what the open log, if there is one, holds back: before the file is read, or where the process may be ended from outside."""
+    if _log is not None:
+        _log.write()
 
 
 @contextmanager
@@ -86,6 +116,7 @@ def span(name: str) -> Iterator[None]:
     if stack:
         stack[-1].children += 1
     entry = _Open(name, time.time())
+    mark_progress()
     started = time.perf_counter()
     stack.append(entry)
     try:
