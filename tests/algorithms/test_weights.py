@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vla_rl.algorithms.batches import minibatches, rank_batches
+from vla_rl.algorithms.batches import deal_episodes, minibatches, rank_batches
 from vla_rl.algorithms.losses import ClipSettings, policy_loss
 from vla_rl.algorithms.weights import ElementWeights, element_weights
 
@@ -73,7 +73,7 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(batch, aggregation, ranks, m
 
     whole = loss_sum(torch.arange(len(mask)), weights)
     (expected,) = torch.autograd.grad(whole, parameter)
-    cut = rank_batches(torch.arange(len(mask)), ranks, micro)
+    cut = rank_batches(torch.arange(len(mask)), torch.arange(len(mask)) % ranks, ranks, micro)
     total, gradient, count = 0.0, 0.0, 0.0
     for row, real in zip(cut.row_RSW.flatten(0, 1), cut.real_RSW.flatten(0, 1)):
         part = weights.select(row)
@@ -93,12 +93,26 @@ def test_every_row_exactly_once_on_equal_micro_batches(rows, size, seed, ranks, 
     parts = minibatches(rows, size, seed)
     assert sorted(torch.cat(parts).tolist()) == list(range(rows))  # the partial minibatch is kept
     assert all(len(part) == size for part in parts[:-1])
+    rank_B = torch.randint(ranks, (rows,), generator=torch.Generator().manual_seed(seed))
     for part in parts:
-        cut = rank_batches(part, ranks, micro)
-        assert cut.row_RSW.shape == cut.real_RSW.shape == (ranks, -(-len(part) // (ranks * micro)), micro)
+        cut = rank_batches(part, rank_B, ranks, micro)
+        most = int(torch.bincount(rank_B[part]).max())
+        assert cut.row_RSW.shape == cut.real_RSW.shape == (ranks, -(-most // micro), micro)
         assert sorted(cut.row_RSW[cut.real_RSW].tolist()) == sorted(part.tolist())
-        assert set(cut.row_RSW[~cut.real_RSW].tolist()) <= set(part.tolist())
+        for rank in range(ranks):
+            held = set(torch.nonzero(rank_B == rank)[:, 0].tolist()) or {0}
+            assert set(cut.row_RSW[rank].flatten().tolist()) <= held, "also what fills a micro-batch up is a row of the rank"
     assert all(a.equal(b) for a, b in zip(parts, minibatches(rows, size, seed)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(chunks=st.lists(st.integers(0, 30), min_size=1, max_size=40), ranks=st.integers(1, 5))
+def test_episodes_are_dealt_out_evenly_by_chunks(chunks, ranks):
+    """No rank has more than the mean plus the longest episode: it got its last one when it had the least."""
+    rank_N = deal_episodes(chunks, ranks)
+    loads = [sum(count for count, rank in zip(chunks, rank_N) if rank == own) for own in range(ranks)]
+    assert sum(loads) == sum(chunks) and max(loads) <= sum(chunks) / ranks + max(chunks)
+    assert rank_N == deal_episodes(chunks, ranks)
 
 
 def test_weights_of_a_long_and_a_short_episode_are_shared_out_over_minibatches():
@@ -117,4 +131,4 @@ def test_contradictions_are_refused():
     with pytest.raises(ValueError, match=r"episode_B has shape \[4, 1\]; it must be \[4\]"):
         element_weights(MASK, EPISODE[:, None], "element_mean")
     with pytest.raises(ValueError, match="at least one row"):
-        rank_batches(torch.arange(0), 1, 4)
+        rank_batches(torch.arange(0), torch.zeros(1, dtype=torch.int64), 1, 4)

@@ -26,7 +26,7 @@ from vla_rl.datasets.store import list_episodes
 from vla_rl.episode import VIEWS, Episode, EpisodeSpec, StepProtocol
 from vla_rl.eval.config import EvalConfig, EvaluatedPolicy
 from vla_rl.phases.dagger import DaggerConfig, dagger_recipes
-from vla_rl.phases.rl_batches import training_rows
+from vla_rl.phases.rl_batches import TrainingRows, rank_of_rows, row_scalars, training_rows
 from vla_rl.phases.sft import SftConfig, _count, noise_seeds, training_batch
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
@@ -157,13 +157,18 @@ def corrected_rollout(policy_folder: Path) -> list[Episode]:
         return sorted(run_episodes(pool, actor, ListSource(specs), lambda spec: look), key=lambda episode: episode.spec.key)
 
 
+def rows_of(episodes: list[Episode]) -> TrainingRows:
+    scalars = row_scalars(episodes, [], 4)
+    return training_rows(scalars, rank_of_rows(scalars, 1), dict(enumerate(episodes)), 4)
+
+
 def test_no_policy_gradient_for_what_an_operator_did(tmp_path: Path) -> None:
     """From a corrected rollout to the rows of an update: masks, and a surrogate whose gradient does not see the operator's actions."""
     save_random_policy(tmp_path)
     episodes = corrected_rollout(tmp_path)
     steps = [step for episode in episodes for step in episode.steps]
     assert {bool(step.intervention_E.all()) for step in steps} == {True, False} and any(0 < len(s.executed_EA) < 4 for s in steps)
-    rows = training_rows(episodes, [], 4)
+    rows = rows_of(episodes)
     for mask_C, step in zip(rows.mask_BC, steps):
         acted = np.zeros(4, bool) if step.intervention_E.any() else np.arange(4) < len(step.executed_EA)
         assert mask_C.tolist() == acted.tolist()
@@ -171,12 +176,12 @@ def test_no_policy_gradient_for_what_an_operator_did(tmp_path: Path) -> None:
         if step.intervention_E.all():
             step.executed_EA = -step.executed_EA
             step.proposed = replace(step.proposed, actions_CA=-step.proposed.actions_CA)
-    again = training_rows(episodes, [], 4)
+    again = rows_of(episodes)
     policy = load_policy(tmp_path)
     gradients = []
     for some in (rows, again):
         policy.zero_grad()
-        scored = policy.log_prob(policy.preprocess(some.observations), some.record, Exploration(noise_level=0.3))
+        scored = policy.log_prob(policy.preprocess(list(some.observations.values())), some.record, Exploration(noise_level=0.3))
         torch.where(some.mask_BC, scored.log_prob_BC, 0.0).sum().backward()
         gradients.append([parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None])
     assert gradients[0] and all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))

@@ -35,7 +35,8 @@ def targets(algorithm: AlgorithmConfig, advantage: list[float], **others: Any) -
         value_B=torch.tensor([0.1, 0.2, 0.3]),
         episode_B=torch.tensor([0, 0, 1]),
         version_B=torch.zeros(ROWS, dtype=torch.int64),
-        observations=[],
+        rank_B=torch.zeros(ROWS, dtype=torch.int64),
+        observations={},
         record=record,
         behaviour_BC=torch.zeros(ROWS, CHUNK),
     )

@@ -1,10 +1,12 @@
 """From the rows of a rollout to the micro-batches of every rank, each row exactly once.
 
-Shape legend: B chunks (rows);  R ranks;  S micro-batches per rank;  W rows per micro-batch.
+Shape legend: N episodes;  B chunks (rows) of the step;  M rows of a minibatch;  R ranks;  S micro-batches per rank;
+              W rows per micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,16 +43,38 @@ def minibatches(rows: int, global_batch_size: int, seed: int) -> list[Tensor]:
     return list(torch.randperm(rows, generator=generator).split(global_batch_size))
 
 
-def rank_batches(row_B: Tensor, ranks: int, micro_batch_size: int) -> RankBatches:
-    """Deal a minibatch out to ranks in micro-batches of one fixed size, filled up with repeated rows.
+def deal_episodes(chunks_N: Sequence[int], ranks: int) -> list[int]:
+    """The rank that trains on each episode, so that none has to fetch the others' pictures.
 
-    One size means one shape of the forward batch (equal bits), and equal numbers mean that no rank waits for another's collective.
+    Balanced by chunks, because episodes differ in length: the longest first, each to the rank that has the fewest chunks (Graham 1969).
     """
-    if len(row_B) == 0:
+    load_R, rank_N = [0] * ranks, [0] * len(chunks_N)
+    for episode in sorted(range(len(chunks_N)), key=lambda episode: -chunks_N[episode]):
+        rank = load_R.index(min(load_R))
+        rank_N[episode] = rank
+        load_R[rank] += chunks_N[episode]
+    return rank_N
+
+
+def rank_batches(row_M: Tensor, rank_B: Tensor, ranks: int, micro_batch_size: int) -> RankBatches:
+    """Deal a minibatch out in micro-batches of one fixed size, filled up with repeated rows: each row to the rank `rank_B` int64[B] names.
+
+    One size means one shape of the forward batch (equal bits), and equal numbers mean that no rank waits for another's collective. A rank
+    without a row in this minibatch repeats its first row of the step; one that has none at all repeats row 0, which it must hold for that.
+    """
+    if len(row_M) == 0:
         raise ValueError("a minibatch must have at least one row")
-    steps = -(-len(row_B) // (ranks * micro_batch_size))
-    slots = ranks * steps * micro_batch_size
-    position = torch.arange(slots)
-    shape = (steps, ranks, micro_batch_size)
-    row_SRW = row_B[position % len(row_B)].view(shape)
-    return RankBatches(row_SRW.transpose(0, 1).contiguous(), (position < len(row_B)).view(shape).transpose(0, 1).contiguous())
+    own_R = [row_M[rank_B[row_M] == rank] for rank in range(ranks)]
+    steps = -(-max(len(own) for own in own_R) // micro_batch_size)
+    position = torch.arange(steps * micro_batch_size)
+    shape = (ranks, steps, micro_batch_size)
+    filled = [own if len(own) else _stand_in(rank_B, rank) for rank, own in enumerate(own_R)]
+    rows = torch.stack([own[position % len(own)] for own in filled])
+    real = torch.stack([position < len(own) for own in own_R])
+    return RankBatches(rows.view(shape), real.view(shape))
+
+
+def _stand_in(rank_B: Tensor, rank: int) -> Tensor:
+    """int64[1]: a row that `rank` holds."""
+    own = torch.nonzero(rank_B == rank)[:1, 0]
+    return own if len(own) else torch.zeros(1, dtype=torch.int64)

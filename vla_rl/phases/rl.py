@@ -114,8 +114,8 @@ def rl_step(rl: _Run) -> tuple[dict[str, float], Rollout]:
     rolled = [*rollout.episodes, *rollout.masked]
     if rollout.episodes:
         with span("advantages"):
-            penalty_B = crew.train("take", *rollout.parcels)
             rows = row_scalars([one.episode for one in rollout.episodes], [one.episode for one in rollout.masked], rl.chunk_length)
+            penalty_B = crew.take(rows, [one.parcel for one in rolled])
             age_B = staleness(rows, rl.step, algorithm.max_staleness)
             episodes, earned = [one.episode for one in rolled], [one.earned for one in rolled]
             wanted = advantages(episodes, earned, rows, rollout.final_values, penalty_B, algorithm)

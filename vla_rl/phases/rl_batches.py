@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vla_rl.algorithms.advantages import Moments, chunk_gae, chunk_reward, group_advantages, normalize
+from vla_rl.algorithms.batches import deal_episodes
 from vla_rl.algorithms.config import AlgorithmConfig
 from vla_rl.algorithms.health import explained_variance
 from vla_rl.algorithms.masks import action_mask_of
@@ -44,14 +45,16 @@ class RowScalars:
 
 @dataclass(frozen=True)
 class TrainingRows(RowScalars):
-    """The same chunks with everything that an update needs."""
+    """The same chunks with what an update needs of those that this trainer rank holds."""
 
-    observations: list[Observation]
-    """B observations, each before its chunk."""
+    rank_B: Tensor
+    """int64[B]: the trainer rank that trains on each row."""
+    observations: dict[int, Observation]
+    """Row -> what was seen before its chunk; the rows that are held here."""
     record: RecordBatch
-    """What was sampled."""
+    """What was sampled, B rows; where a row is not held, another's stands in for it and is not looked at."""
     behaviour_BC: Tensor
-    """float32[B, C]: log-probabilities as recorded by who acted."""
+    """float32[B, C]: log-probabilities as recorded by who acted; not a number where a row is not held."""
 
 
 def row_scalars(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_length: int) -> RowScalars:
@@ -69,22 +72,39 @@ def row_scalars(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_le
     )
 
 
-def training_rows(episodes: Sequence[Episode], masked: Sequence[Episode], chunk_length: int) -> TrainingRows:
-    """The rows of `row_scalars` with pictures and records. Raises ValueError for a chunk without a record.
+def rank_of_rows(rows: RowScalars, ranks: int) -> Tensor:
+    """int64[B]: the trainer rank that trains on each row; whole episodes go to one rank."""
+    rank_N = deal_episodes(torch.bincount(rows.episode_B).tolist(), ranks)
+    return torch.tensor(rank_N, dtype=torch.int64)[rows.episode_B]
 
-    A chunk that an operator acted in the policy's place has none: its row is masked whole, so that another chunk's record stands
-    in for it without being looked at.
+
+def episodes_to_hold(rows: RowScalars, rank_B: Tensor, rank: int) -> list[int]:
+    """Numbers of the episodes that a rank fetches: those it trains on, or the first one if there are fewer episodes than ranks."""
+    return sorted(set(rows.episode_B[rank_B == rank].tolist())) or [int(rows.episode_B[0])]
+
+
+def training_rows(scalars: RowScalars, rank_B: Tensor, held: Mapping[int, Episode], chunk_length: int) -> TrainingRows:
+    """The rows of `row_scalars` with pictures and records of the episodes that are `held` here, by their number.
+
+    A chunk that an operator acted in the policy's place has no record: its row is masked whole, so that another chunk's stands in for it
+    without being looked at. Raises ValueError for any other chunk without a record.
     """
-    scalars = row_scalars(episodes, masked, chunk_length)
-    steps = [step for episode in (*episodes, *masked) for step in episode.steps]
-    sampled = [_record_of(step, chunk_length) for step in steps if not _is_operators(step)]
-    remaining = iter(sampled)
-    records = [sampled[0] if _is_operators(step) else next(remaining) for step in steps] if sampled else []
+    steps: dict[int, ChunkStep] = {}
+    for number, episode in held.items():
+        steps |= zip(torch.nonzero(scalars.episode_B == number)[:, 0].tolist(), episode.steps, strict=True)
+    records = {row: _record_of(step, chunk_length) for row, step in steps.items() if not _is_operators(step)}
+    stand_in = next(iter(records.values()), None)
+    if stand_in is None:
+        raise ValueError("every chunk of these episodes was acted by an operator, so there is nothing to credit to the policy")
+    behaviour_BC = torch.full((len(scalars), chunk_length), torch.nan)
+    for row in steps:
+        behaviour_BC[row] = torch.from_numpy(records.get(row, stand_in).log_prob_C)
     return TrainingRows(
         **vars(scalars),
-        observations=[replace(step.observation, privileged={}) for step in steps],  # as the policy saw it
-        record=stack_records(records),
-        behaviour_BC=torch.stack([torch.from_numpy(record.log_prob_C) for record in records]),
+        rank_B=rank_B,
+        observations={row: replace(step.observation, privileged={}) for row, step in steps.items()},  # as the policy saw it
+        record=stack_records([records.get(row, stand_in) for row in range(len(scalars))]),
+        behaviour_BC=behaviour_BC,
     )
 
 

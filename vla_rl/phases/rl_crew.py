@@ -7,9 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vla_rl.cluster.backend import Backend, Member, Pending, call_all, gather
+import torch
+from torch import Tensor
+
+from vla_rl.cluster.backend import Backend, Member, Parcel, Pending, call_all, gather
 from vla_rl.cluster.errors import RoleLost
 from vla_rl.cluster.rendezvous import Rendezvous
+from vla_rl.phases.rl_batches import RowScalars
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_trainer import TrainerRank
 from vla_rl.phases.rl_worker import RolloutWorker
@@ -53,6 +57,12 @@ class Crew:
     def train(self, method: str, *arguments: Any) -> Any:
         """`method` on every trainer rank; the answer of rank 0."""
         return call_all(self.backend, self.trainers, method, *arguments)[0]
+
+    def take(self, rows: RowScalars, episodes: Sequence[Parcel]) -> Tensor | None:
+        """Have every rank fetch the episodes that it trains on; float32[B], what each row's reward loses, or None."""
+        penalties: list[Tensor | None] = call_all(self.backend, self.trainers, "take", rows, episodes)
+        known = [penalty_B for penalty_B in penalties if penalty_B is not None]
+        return torch.stack(known).sum(0) if known else None  # each row's is 0 on all ranks but one
 
     def update(self, *arguments: Any) -> dict[str, float]:
         """One step's update; the numbers of rank 0, and of all ranks the largest distance from the rollout's log-probabilities."""

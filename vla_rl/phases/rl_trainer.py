@@ -20,7 +20,7 @@ from vla_rl.engine.engine import Engine
 from vla_rl.engine.offload import Offload
 from vla_rl.engine.world import World, close_world, open_world
 from vla_rl.episode import Episode
-from vla_rl.phases.rl_batches import Advantages, TrainingRows, training_rows
+from vla_rl.phases.rl_batches import Advantages, RowScalars, TrainingRows, episodes_to_hold, rank_of_rows, training_rows
 from vla_rl.phases.rl_cloning import CloningStream, open_cloning
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_heads import load_initial, with_heads
@@ -81,11 +81,16 @@ class TrainerRank:
         assert self._sender is not None, "opened first"
         return self._sender.push(version)
 
-    def take(self, episodes: Sequence[Parcel], masked: Sequence[Parcel]) -> Tensor | None:
-        """Fetch the episodes of a step; returns float32[B], what each row's reward loses (`kl.place: reward`), or None."""
-        learner = self.learner
-        trained: list[Episode] = [parcel.fetch() for parcel in episodes]
-        rows = training_rows(trained, [parcel.fetch() for parcel in masked], self.chunk_length())
+    def take(self, scalars: RowScalars, episodes: Sequence[Parcel]) -> Tensor | None:
+        """Fetch those of a step's episodes that this rank trains on.
+
+        `episodes` are all of them, in the order of `scalars.episode_B`. Returns float32[B], what the reward of each row of this rank loses
+        (`kl.place: reward`; 0 for the others), or None.
+        """
+        learner, world = self.learner, self.learner.engine.world
+        rank_B = rank_of_rows(scalars, world.size)
+        held: dict[int, Episode] = {number: episodes[number].fetch() for number in episodes_to_hold(scalars, rank_B, world.rank)}
+        rows = training_rows(scalars, rank_B, held, self.chunk_length())
         reference = None if learner.reference is None else score(learner, rows, learner.reference)
         self._rows, self._reference = rows, reference
         if reference is None or learner.algorithm.kl.place != "reward":
@@ -152,7 +157,7 @@ def open_learner(config: RlConfig, world: World) -> tuple[Learner, CloningStream
         exploration=config.exploration,
         seed=config.seed,
         rollout_rows=config.rollout_rows,
-        same_kernels=config.vllm is None,
+        same_kernels=config.vllm is None and config.sglang is None,
         reference=with_heads(config, initial).to(world.device) if config.algorithm.kl.kind != "none" else None,
         teacher=load_policy(config.teacher).to(world.device) if config.teacher is not None else None,
         next_samples=cloning.next_samples if cloning is not None else None,

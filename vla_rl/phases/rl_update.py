@@ -78,17 +78,30 @@ class Learner:
 
 
 def score(learner: Learner, rows: TrainingRows, policy: PolicyModule | None) -> Scores:
-    """Log-probabilities and velocities of all rows under `policy`, or under the learner's own weights where it is None."""
-    outputs: list[ScoredTransitions] = []
-    for index_W in torch.arange(len(rows)).split(learner.algorithm.micro_batch_size_per_rank):
+    """Log-probabilities and velocities of the rows that this rank holds, under `policy` or (None) the learner's own weights.
+
+    Not a number for the others. Ranks score equally many micro-batches, because the learner's weights are gathered together.
+    """
+    world, outputs = learner.engine.world, list[ScoredTransitions]()
+    dealt = rank_batches(torch.arange(len(rows)), rows.rank_B, world.size, learner.algorithm.micro_batch_size_per_rank)
+    for index_W in dealt.row_RSW[world.rank]:
         batch = learner.policy.preprocess([rows.observations[row] for row in index_W.tolist()])
-        record = rows.record.select(index_W).to(learner.engine.world.device)
+        record = rows.record.select(index_W).to(world.device)
         if policy is None:
             outputs.append(learner.engine.infer(lambda own, b=batch, r=record: own.log_prob(b, r, learner.exploration)))
         else:
             with torch.no_grad():
                 outputs.append(policy.log_prob(batch, record, learner.exploration))
-    return Scores(torch.cat([o.log_prob_BC for o in outputs]).cpu(), torch.cat([o.velocity_BKCA for o in outputs]).cpu())
+    row_B = dealt.row_RSW[world.rank].flatten()
+    log_prob_BC, velocity_BKCA = torch.cat([o.log_prob_BC for o in outputs]).cpu(), torch.cat([o.velocity_BKCA for o in outputs]).cpu()
+    return Scores(_spread_out(log_prob_BC, row_B, len(rows)), _spread_out(velocity_BKCA, row_B, len(rows)))
+
+
+def _spread_out(values: Tensor, row: Tensor, rows: int) -> Tensor:
+    """[rows, ...] with `values` at `row`, and not a number elsewhere."""
+    spread = torch.full((rows, *values.shape[1:]), torch.nan, dtype=values.dtype)
+    spread[row] = values
+    return spread
 
 
 def reduced(learner: Learner, rows: TrainingRows, value_BC: Tensor) -> Tensor:
@@ -98,11 +111,12 @@ def reduced(learner: Learner, rows: TrainingRows, value_BC: Tensor) -> Tensor:
 
 
 def kl_penalty(learner: Learner, rows: TrainingRows, reference: Scores) -> Tensor:
-    """float32[B]: what each chunk's reward loses for its distance from the reference (`kl.place: reward`)."""
+    """float32[B]: what each chunk's reward loses for its distance from the reference (`kl.place: reward`); 0 for rows of other ranks."""
     kl = learner.algorithm.kl
     assert kl.kind not in ("none", "velocity"), "AlgorithmConfig checks it"
     estimate_BU = kl_estimate(kl.kind, reduced(learner, rows, rows.behaviour_BC), reduced(learner, rows, reference.log_prob_BC))
-    return kl.coefficient * torch.where(element_mask(rows.mask_BC, learner.algorithm.log_prob.unit), estimate_BU, 0.0).sum(1)
+    penalty_B = kl.coefficient * torch.where(element_mask(rows.mask_BC, learner.algorithm.log_prob.unit), estimate_BU, 0.0).sum(1)
+    return torch.where(rows.rank_B == learner.engine.world.rank, penalty_B, 0.0)
 
 
 def make_targets(learner: Learner, rows: TrainingRows, wanted: Advantages, reference: Scores | None, teacher: Scores | None) -> Targets:
@@ -159,7 +173,7 @@ def update(learner: Learner, targets: Targets, step: int, fresh: bool) -> dict[s
         "stopped_by_kl": float(stopped),
         "log_prob_gap_largest": gap.largest,
         "log_prob_gap_mean": gap.mean,
-        **_importance(targets),
+        **_importance(learner, targets),
     }
 
 
@@ -190,7 +204,7 @@ def _square_norm(gradients: Iterable[Tensor]) -> float:
 def _gradient(learner: Learner, targets: Targets, row_B: Tensor, step: int, gaps: list[LogProbGap]) -> LossResult:
     """Accumulate the gradient of one minibatch; appends how far its log-probabilities are from the recorded ones."""
     engine, algorithm = learner.engine, learner.algorithm
-    dealt = rank_batches(row_B, engine.world.size, algorithm.micro_batch_size_per_rank)
+    dealt = rank_batches(row_B, targets.rows.rank_B, engine.world.size, algorithm.micro_batch_size_per_rank)
     row_SW, real_SW = dealt.row_RSW[engine.world.rank], dealt.real_RSW[engine.world.rank]
     micro_batches = [MicroBatch.of(targets, index_W, real_W) for index_W, real_W in zip(row_SW, real_SW)]
 
@@ -236,12 +250,15 @@ def _averaged(results: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(r[name] for r in results if name in r) / sum(name in r for r in results) for name in names}
 
 
-def _importance(targets: Targets) -> dict[str, float]:
-    """How much of the batch the correction for older data leaves."""
+def _importance(learner: Learner, targets: Targets) -> dict[str, float]:
+    """How much of the batch, over all ranks, the correction for older data leaves."""
     old: OldPolicy = targets.old
     if old.importance_BU is None:
         return {}
-    return {"effective_sample_share": effective_sample_share(old.importance_BU, targets.weights.share_BU > 0)}
+    world = learner.engine.world
+    counts_BU = (targets.weights.share_BU > 0) & (targets.rows.rank_B == world.rank)[:, None]
+    weights = torch.cat(world.gather(old.importance_BU[counts_BU]))
+    return {"effective_sample_share": effective_sample_share(weights, torch.ones_like(weights, dtype=torch.bool))}
 
 
 def _seed(seed: int, step: int, epoch: int) -> int:
