@@ -31,7 +31,7 @@ from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine
 from vla_rl.engine.tensors import local_tensor
 from vla_rl.engine.world import close_world, open_world
-from vla_rl.weights.block import write
+from vla_rl.weights.block import Copiers
 from vla_rl.weights.digest import weights_digest
 from vla_rl.weights.layout import engine_layout, held_weights, synced_weights
 from vla_rl.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender, SharedWeights
@@ -119,13 +119,14 @@ def _measure_shared(engine: Engine, mebibytes: int, mapped: bool, stack: ExitSta
     stack.callback(sender.close)
     worker = stack.enter_context(_worker(_shared_worker, mebibytes, sender.address, mapped))
     targets = {name: torch.ones_like(tensor) for name, tensor in engine.named_weights()}
-    gathers, copies = [], []
+    gathers, copies, copiers = [], [], Copiers()
+    stack.callback(copiers.close)
 
     def sync(version: int) -> float:
         sender.push(synced_weights(engine), version)
         arrived = worker.forward(version)
         gathers.append(sender.times.gather_s)
-        copies.append(_copy_seconds(engine, targets))
+        copies.append(_copy_seconds(engine, targets, copiers))
         return arrived
 
     seconds = _seconds(engine, sync)
@@ -214,12 +215,11 @@ def _change(engine: Engine, version: int) -> None:
             local_tensor(parameter).fill_(version)
 
 
-def _copy_seconds(engine: Engine, targets: dict[str, Tensor]) -> float:
-    """One memory copy of all weights into memory that is mapped already."""
+def _copy_seconds(engine: Engine, targets: dict[str, Tensor], copiers: Copiers) -> float:
+    """One memory copy of all weights, by as many threads as a push has, into memory that is mapped already."""
     weights = [(targets[name], tensor) for name, tensor in engine.named_weights()]
     started = time.perf_counter()
-    for target, tensor in weights:
-        write(target, tensor)
+    copiers.write_all(weights)
     return time.perf_counter() - started
 
 

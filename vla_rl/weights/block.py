@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -14,6 +18,10 @@ from vla_rl.weights.layout import WeightLayout
 
 HEADER_WORDS = 8
 """int64: the front buffer, the version of each buffer, whether each has digests."""
+
+
+COPY_THREADS = min(4, len(os.sched_getaffinity(0)))
+"""One core does not use up the memory's bandwidth; more than a few gain nothing."""
 
 
 class WeightBlock:
@@ -47,6 +55,32 @@ class WeightBlock:
 def block_size(layout: WeightLayout) -> int:
     """Bytes of the whole block."""
     return _digests_end(layout) + 2 * _pages(layout.nbytes)
+
+
+class Copiers:
+    """Threads that copy tensors beside who gathers them. Copying lets go of the interpreter."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="weights")
+
+    def write_all(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """`write` each (target, source); all are written when this returns, or raises what `pairs` or a copy raised.
+
+        At most two sources per thread wait, so that gathered tensors do not pile up.
+        """
+        running: deque[Future[None]] = deque()
+        try:
+            for target, source in pairs:
+                running.append(self._threads.submit(write, target, source))
+                if len(running) > 2 * COPY_THREADS:
+                    running.popleft().result()
+        finally:
+            while running:
+                running.popleft().result()
+
+    def close(self) -> None:
+        """End the threads; may be called twice."""
+        self._threads.shutdown()
 
 
 def write(target: Tensor, source: Tensor) -> None:

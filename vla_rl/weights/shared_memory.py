@@ -8,14 +8,14 @@ that stays behind ends the push with an error that names its process. Locks of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor, nn
 
 from vla_rl.sim.shared_memory import SharedArena
-from vla_rl.weights.block import WeightBlock, block_size, write
+from vla_rl.weights.block import Copiers, WeightBlock, block_size, write
 from vla_rl.weights.buffer_lock import BufferLock
 from vla_rl.weights.digest import combined_digest, require_same_digests, tensor_digest
 from vla_rl.weights.errors import BufferHeldError, VersionError, WeightSyncError
@@ -55,6 +55,7 @@ class SharedMemorySender:
         self._block = WeightBlock(self._arena, layout)
         self._block.front[:] = NONE
         self._block.versions[:] = NONE
+        self._copiers = Copiers()
         self._digest_next = True
 
     @property
@@ -79,10 +80,7 @@ class SharedMemorySender:
             self._block.versions[back] = NONE
             self.times = PushTimes(nbytes=self.layout.nbytes)
             walk = timed(named_weights, self.times)
-            for index, (entry, _, tensor) in enumerate(self.layout.matched(walk)):
-                write(self._block.tensors[back][index], tensor)
-                if self._digest_next:
-                    self._block.digests[back, index] = np.frombuffer(tensor_digest(tensor.to(entry.dtype)), np.uint8)
+            self._copiers.write_all(self._targets(back, walk))
             self._block.has_digests[back] = self._digest_next
             self._block.versions[back] = version
         finally:
@@ -100,9 +98,17 @@ class SharedMemorySender:
 
     def close(self) -> None:
         """Give the memory back; workers that map it keep it until they let go."""
+        self._copiers.close()
         self._arena.close()
         for lock in self._locks:
             lock.close()
+
+    def _targets(self, back: int, named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(place in the back buffer, tensor) in the order of the layout; leaves digests on the way where they are wanted."""
+        for index, (entry, _, tensor) in enumerate(self.layout.matched(named_weights)):
+            if self._digest_next:
+                self._block.digests[back, index] = np.frombuffer(tensor_digest(tensor.to(entry.dtype)), np.uint8)
+            yield self._block.tensors[back][index], tensor
 
     def _take(self, back: int, version: int) -> None:
         if not self._locks[back].take(shared=False, deadline_s=self._deadline_s):
