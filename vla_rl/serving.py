@@ -39,7 +39,8 @@ class ServeConfig:
     max_batch: int = 8
     """Rows of every forward pass; requests of that many clients are answered together. At least 1."""
     max_wait_ms: float = 5.0
-    """Longest that a request waits for others to join its batch, while other clients could; at least 0."""
+    """Longest that a request waits for others to join its batch, while other clients could; at least 0. Nobody waits for a policy that
+    answers a batch within a millisecond."""
     max_message_mib: float = 32.0
     """Largest request (MiB); above 0. Two 512-pixel pictures are 1.5 MiB."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
