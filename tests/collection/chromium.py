@@ -18,7 +18,8 @@ from typing import Any
 import aiohttp
 
 INSTALL = "apt-get update && apt-get install -y chromium"
-PATIENCE_S = 25.0
+PATIENCE_S = 120.0
+"""Longest wait for the browser (s): a machine with other work may be fifty times slower."""
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-port=0")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 import aiohttp
 import yaml
 
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
+"""Longest wait for anything that comes by itself (s): a machine with other work may be fifty times slower."""
 
 
 def recipe(run: Path, **changes: Any) -> dict[str, Any]:
@@ -25,14 +27,25 @@ def recipe(run: Path, **changes: Any) -> dict[str, Any]:
     return values | changes
 
 
+def heed_ctrl_c() -> None:
+    """A shell starts background jobs with Ctrl-C ignored, and children inherit that: as if a terminal had started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.asynccontextmanager
 async def session(values: dict[str, Any], folder: Path) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """The running command and the link that it printed."""
+    """The running command, in a process group of its own, and the link that it printed; its standard error goes to `errors.txt`."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "vla_rl.cli", "collect", str(path), stdout=asyncio.subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    with open(folder / "errors.txt", "ab") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "vla_rl.cli", "collect", str(path)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=heed_ctrl_c,
+        )
     assert process.stdout is not None
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -98,3 +111,36 @@ async def page(link: str, operator: str = "ada", browser: str | None = None, tab
         made = Page(socket)
         await made.say("hello", operator=operator, browser=browser or f"browser of {operator}", tab=tab or f"tab of {operator}")
         yield made
+
+
+def env_of(state: dict[str, Any], env: int = 0) -> dict[str, Any]:
+    """What the page knows of an environment."""
+    return state["envs"][env]
+
+
+def waits(state: dict[str, Any]) -> bool:
+    """Whether env 0 has a take that nobody drives."""
+    return env_of(state)["running"] and env_of(state)["driver"] == "waiting" and not env_of(state)["ending"]
+
+
+async def take_over(tab: Page) -> int:
+    """Until it is in hand; a take that is ending refuses, and the next one comes. The step at which it was taken."""
+    while True:
+        await tab.until(waits)
+        await tab.command("take_over")
+        state = await tab.until(lambda state: env_of(state)["driver"] == "operator" or tab.refusals)
+        if not tab.refusals:
+            return env_of(state)["step"]
+        tab.refusals.clear()
+
+
+async def drive(tab: Page, steps: int, raw: tuple[float, ...] = (0, 1, 0, 0, 0, 0)) -> None:
+    """Take over and push until so many control steps have been executed."""
+    before = await take_over(tab)
+    for _ in range(steps):
+        await tab.say("push", raw=raw)
+        seen = env_of(tab.state)["step"]
+        await tab.until(lambda state, seen=seen: env_of(state)["step"] > seen)
+        if env_of(tab.state)["step"] >= before + steps:
+            break
+    await tab.say("push", raw=(0, 0, 0, 0, 0, 0))

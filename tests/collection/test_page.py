@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from chromium import INSTALL, Tab, browser, chromium_path
-from session_process import recipe, session
+from person import first_look, hold
+from session_process import PATIENCE_S, recipe, session
 
 from vla_rl.datasets.hdf5 import read_episode
 from vla_rl.datasets.loader import DataConfig, open_datasets
@@ -33,24 +34,6 @@ def presses(spec: EpisodeSpec, tip: np.ndarray) -> list[tuple[str, int]]:
     layout = sample_layout(spec)
     steps = (top_of(layout.blocks[layout.target]) - tip) / (GAIN * STEP_LENGTH)
     return [(KEYS[axis][0 if steps[axis] > 0 else 1], round(abs(steps[axis]))) for axis in range(3)]
-
-
-async def hold(tab: Tab, key: str, steps: int) -> None:
-    """Hold a key for so many control steps, as far as they go before the take ends."""
-    if steps < 1:
-        return
-    first = await tab.run("state.envs[0].step")
-    await tab.key(key, True)
-    await tab.until(f"state.envs[0].step >= {first + steps - 2} || !state.envs[0].running || state.envs[0].step < {first}")
-    await tab.key(key, False)
-
-
-async def first_look(tab: Tab) -> None:
-    await tab.until("document.querySelector('#who').open")
-    await tab.run("document.querySelector('#name').value = ''")
-    await tab.type("ada")
-    await tab.run("document.querySelector('#who button').click()")
-    await tab.until("state && state.envs[0].running && shown[0]")
 
 
 async def take_over(tab: Tab) -> None:
@@ -94,7 +77,7 @@ async def play(run: Path, folder: Path) -> dict[str, Any]:
         await second.until("document.querySelector('#gone').open")
         seen = {"second tab": await second.run("document.querySelector('#gonetext').textContent")}
         await tab.run("document.querySelector('#finish').click()")
-        assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
         return seen
 
 

@@ -4,48 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
-from session_process import page, recipe, session
+from session_process import PATIENCE_S, drive, env_of, page, recipe, session, waits
 
 from vla_rl.collection.journal import Journal
 from vla_rl.datasets.hdf5 import read_episode
 from vla_rl.episode import Outcome
 from vla_rl.telemetry.files import read_jsonl
-
-
-def env_of(state: dict[str, Any], env: int = 0) -> dict[str, Any]:
-    return state["envs"][env]
-
-
-def waits(state: dict[str, Any]) -> bool:
-    return env_of(state)["running"] and env_of(state)["driver"] == "waiting" and not env_of(state)["ending"]
-
-
-async def take_over(tab: Any) -> int:
-    """Until it is in hand; a take that is ending refuses, and the next one comes. The step at which it was taken."""
-    while True:
-        await tab.until(waits)
-        await tab.command("take_over")
-        state = await tab.until(lambda state: env_of(state)["driver"] == "operator" or tab.refusals)
-        if not tab.refusals:
-            return env_of(state)["step"]
-        tab.refusals.clear()
-
-
-async def drive(tab: Any, steps: int, raw: tuple[float, ...] = (0, 1, 0, 0, 0, 0)) -> None:
-    """Take over and push until so many control steps have been executed."""
-    before = await take_over(tab)
-    for _ in range(steps):
-        await tab.say("push", raw=raw)
-        seen = env_of(tab.state)["step"]
-        await tab.until(lambda state, seen=seen: env_of(state)["step"] > seen)
-        if env_of(tab.state)["step"] >= before + steps:
-            break
-    await tab.say("push", raw=(0, 0, 0, 0, 0, 0))
 
 
 def test_a_verdict_its_undo_a_skip_and_a_discard(tmp_path: Path) -> None:
@@ -73,7 +41,7 @@ def test_a_verdict_its_undo_a_skip_and_a_discard(tmp_path: Path) -> None:
             await tab.say("forget", number=0)
             await tab.until(lambda state: not state["complete"] and waits(state))
             await tab.say("finish")
-            assert await asyncio.wait_for(process.wait(), 60) == 1, "one of two is missing: the command says so"
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 1, "one of two is missing: the command says so"
 
     asyncio.run(play())
     rows = read_jsonl(tmp_path / "run" / "episodes.jsonl")
@@ -110,7 +78,7 @@ def test_two_people_and_a_page_that_is_closed(tmp_path: Path) -> None:
                 await again.command("success")
                 await again.until(lambda state: state["complete"])
                 await again.say("finish")
-                assert await asyncio.wait_for(process.wait(), 60) == 0
+                assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
     asyncio.run(play())
     episode = read_episode(tmp_path / "run" / "episodes" / "episode_000000.hdf5")
@@ -160,7 +128,7 @@ def test_a_killed_session_loses_at_most_the_running_take(tmp_path: Path) -> None
         async with session(recipe(tmp_path / "run", episodes_per_task=2), tmp_path) as (link, process), page(link) as tab:
             await tab.until(lambda state: state["progress"][0]["recorded"] == 1)
             await tab.say("finish")
-            await asyncio.wait_for(process.wait(), 60)
+            await asyncio.wait_for(process.wait(), PATIENCE_S)
 
     asyncio.run(until_judged())
     journal = Journal(tmp_path / "run" / "unfinished")
