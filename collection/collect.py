@@ -135,7 +135,8 @@ def _record(
         for episode in _episodes(config, pool, [specs[number] for number in missing]):
             with span("write_episode"):
                 kept = fill_frames(episode, fill, config.frame_every) if fill and recorder.keeps(episode) else episode
-                row = recorder.record(numbers[episode.spec.key], kept, provenance_of(config, episode.spec))
+                row, size = recorder.record(numbers[episode.spec.key], kept, provenance_of(config, episode.spec))
+                recorder.require_room(size)
             rows.append(row)
             progress.ended(row.success, row.crashed)
     return rows

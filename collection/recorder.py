@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vla_rl.datasets.collected import Store
-from vla_rl.datasets.files import require_room
+from vla_rl.datasets.files import require_room, storage_error
 from vla_rl.episode import ChunkStep, Episode, Observation, Outcome
 from vla_rl.errors import UserError
 from vla_rl.eval.results import EpisodeRow, row_of
@@ -44,18 +44,24 @@ class Recorder:
         wanted = (Outcome.SUCCESS, Outcome.FAILURE) if self.keep_failures else (Outcome.SUCCESS,)
         return bool(episode.steps) and episode.outcome in wanted
 
-    def record(self, number: int, episode: Episode, provenance: Mapping[str, Any]) -> EpisodeRow:
-        """Write the episode as `number` if it is kept, then append its row.
+    def record(self, number: int, episode: Episode, provenance: Mapping[str, Any]) -> tuple[EpisodeRow, int]:
+        """Write the episode as `number` if it is kept, then append its row. Returns the row and the bytes written.
 
         provenance: JSON values about actor and task that join the episode's own. Raises DatasetError, and StorageError when it
-        cannot be written or the disk is about to be full.
+        cannot be written; the same call again is then right.
         """
         kept = self.keeps(episode)
         size = self.store.write(number, self._with_provenance(episode, provenance), self.frame_every) if kept else 0
         row = row_of(episode, condition="collect")
-        append_jsonl(self.log, {**asdict(row), "number": number, "kept": kept, "bytes": size})
-        require_room(self.log.parent, size)
-        return row
+        try:
+            append_jsonl(self.log, {**asdict(row), "number": number, "kept": kept, "bytes": size})
+        except OSError as error:
+            raise storage_error(self.log, 0, error) from error
+        return row, size
+
+    def require_room(self, episode_bytes: int) -> None:
+        """Raise StorageError when the disk is about to be full; everything recorded is then on it."""
+        require_room(self.log.parent, episode_bytes)
 
     def _with_provenance(self, episode: Episode, more: Mapping[str, Any]) -> Episode:
         """Everything but wall times, so that an episode's file does not depend on how fast it ran."""

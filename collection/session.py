@@ -10,9 +10,10 @@ The control loop is `rollout.run_episodes`, as everywhere; people reach it only 
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -102,6 +103,7 @@ class Session:
                 answer(str(refusal))
             self._board.changed |= not isinstance(said, Push | Seen)
         self._hear_local_device()
+        self._heed_trouble()
         self._control.expire(time.perf_counter())
         self._board.publish(self._control, self._actor, self._writer.waiting)
 
@@ -140,6 +142,15 @@ class Session:
             case _:  # a device at this machine moves the arm: the page's keys do not
                 return
 
+    def _heed_trouble(self) -> None:
+        """While nothing can be written, running takes go on and no new one begins."""
+        trouble = self._writer.trouble
+        self._source.paused = bool(trouble)
+        if bool(self._board.trouble) != bool(trouble):
+            with suppress(OSError):  # what the terminal is told may itself go to a file on the full disk
+                print(f"vla-rl collect: {trouble or 'there is room again; recording goes on'}", file=sys.stderr, flush=True)
+            self._board.trouble, self._board.changed = trouble, True
+
     def _notice_new_takes(self) -> None:
         """Pictures of the take before say nothing about this one."""
         for env, meter in enumerate(self._meters):
@@ -168,6 +179,10 @@ class Session:
         self.closing = True
         self._source.close()
         self._control.close()
+
+    def require_writer(self) -> None:
+        """Raise what ended the writer, once no take runs that would be lost by it."""
+        self._writer.raise_failure()
 
     def _require_free_hand(self, operator: str, env: int) -> None:
         busy = [e for e, s in enumerate(self._control.envs) if s.holder == operator and s.driver is Driver.OPERATOR and e != env]
@@ -245,7 +260,7 @@ def record_session(
         watched = stack.enter_context(closing(WatchedPool(pool, mirrors, operator.views, server.show)))
         board.conventions = pool.spec.conventions
         recorder = Recorder(store, run.episodes_file, pool.spec, config.frame_every, config.keep_failures)
-        filler = replace(config.pool, workers=1)
+        filler = replace(config.pool, backend="process", workers=1)  # it is called from the writer's thread: no GL context of this one
         writer = TakeWriter(recorder, journal, lambda: PoolEnv(make_pool(filler, config.env, make_env)), board.written, board.forget)
         stack.callback(writer.close)
         stack.callback(lambda: print(f"Writing what was recorded last ({writer.waiting} left) ...", flush=True) if writer.waiting else None)
@@ -272,5 +287,6 @@ def _play(session: Session, watched: WatchedPool, actor: OperatedActor, source: 
             wait([actor.alarm.waitable], POLL_S)  # takes are still being written, and people may be absent for too long
             actor.alarm.silence()
             session.obey()
+            session.require_writer()
         if session.closing:
             return

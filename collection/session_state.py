@@ -61,6 +61,8 @@ class Board:
         self._films: dict[int, list[UInt8]] = {}
         self._last: dict[int, dict[str, str]] = {}
         self._prompts = {spec.task: instruction(config, spec) for spec in specs}
+        self.trouble = ""
+        """Why no take can begin; empty: one can."""
         self._note = ""
         self._published_s = 0.0
 
@@ -78,6 +80,7 @@ class Board:
                 "episodes": [card.__dict__ for card in self._cards[-60:][::-1]],
                 "writing": writing,
                 "note": self._note,
+                "trouble": self.trouble,
                 "operators": sorted(control.present),
                 "complete": len(self._recorded) == len(self._specs),
             }

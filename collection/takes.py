@@ -19,16 +19,23 @@ import numpy as np
 from vla_rl.collection.control import BY_OPERATOR, CLOSED, SKIPPED, UNDONE
 from vla_rl.collection.journal import Journal
 from vla_rl.collection.recorder import Recorder, fill_frames
+from vla_rl.datasets.schema import StorageError
 from vla_rl.episode import ActionChunk, Episode, EpisodeSpec, Float32, Outcome, UInt8
+from vla_rl.errors import UserError
 from vla_rl.eval.results import EpisodeRow
 from vla_rl.sim.base import ChunkReply, EnvFault, EnvPool, EnvReply, EnvSpec, Look, ResetReply
 from vla_rl.telemetry.files import read_jsonl, write_text
+
+RETRY_S = 2.0
+"""Between two tries to write on a full disk (s)."""
 
 
 class TakeSource:
     """A `SpecSource` of scenes that a person records: what is discarded comes again, what is skipped or fails comes later."""
 
     def __init__(self, specs: Iterable[EpisodeSpec], again_after_failure: bool) -> None:
+        self.paused = False
+        """No new scene begins; a take that was undone may go on."""
         self._queue = deque(specs)
         self._again_after_failure = again_after_failure
         self._running: list[EpisodeSpec] = []
@@ -38,7 +45,7 @@ class TakeSource:
     @property
     def waiting(self) -> bool:
         """Whether there are scenes to come."""
-        return not self._closed and (bool(self._queue) or self._resumed is not None)
+        return not self._closed and (self._resumed is not None or (bool(self._queue) and not self.paused))
 
     def next(self) -> EpisodeSpec | None:
         """See `SpecSource.next`."""
@@ -47,7 +54,7 @@ class TakeSource:
         spec: EpisodeSpec | None = None
         if self._resumed is not None and self._resumed not in self._running:
             spec, self._resumed = self._resumed, None
-        elif self._queue:
+        elif self._queue and not self.paused:
             spec = self._queue.popleft()
         if spec is not None:
             self._running.append(spec)
@@ -95,6 +102,10 @@ def chunks_of(episode: Episode) -> list[ActionChunk]:
     return [replace(step.proposed, actions_CA=step.executed_EA, labels_CA=step.labels_EA, **plain) for step in episode.steps]
 
 
+class FillFault(UserError):
+    """The worker that fills in pictures failed."""
+
+
 class PoolEnv:
     """The one env of a pool as an `Env`: calls wait for their replies. For threads other than the one that runs the session."""
 
@@ -103,7 +114,7 @@ class PoolEnv:
         self.spec: EnvSpec = pool.spec
 
     def reset(self, spec: EpisodeSpec, look: Look) -> ResetReply:
-        """See `Env.reset`. Raises RuntimeError with the worker's text if it fails."""
+        """See `Env.reset`. Raises FillFault with the worker's text if it fails."""
         self._pool.reset(0, spec, look)
         reply = self._reply()
         assert isinstance(reply, ResetReply)
@@ -125,7 +136,10 @@ class PoolEnv:
         while not replies:
             replies = self._pool.ready(1.0)
         if isinstance(replies[0], EnvFault):
-            raise RuntimeError(f"the worker that fills in pictures {replies[0].kind}: {replies[0].message}")
+            raise FillFault(
+                f"the worker that fills in pictures {replies[0].kind}: {replies[0].message}\n"
+                "What was shown is kept in unfinished/; the same command again writes it."
+            )
         return replies[0]
 
 
@@ -142,7 +156,11 @@ class Written:
 
 
 class TakeWriter:
-    """A thread that fills in pictures and writes, in the order of what it is told."""
+    """A thread that fills in pictures and writes, in the order of what it is told.
+
+    What a person showed cannot be had again, so a full disk ends nothing: the writer says so in `trouble` and tries again until there
+    is room, or until it is closed.
+    """
 
     def __init__(
         self,
@@ -157,8 +175,12 @@ class TakeWriter:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._env: PoolEnv | None = None
         self._failure: BaseException | None = None
+        self._closing = threading.Event()
         self._waiting = 0
+        self._largest = 0
         self.rows: list[EpisodeRow] = []
+        self.trouble = ""
+        """Why nothing new should be shown now: the disk is full or about to be, or writing has failed; empty: all is well."""
         self._thread = threading.Thread(target=self._run, name="take writer", daemon=True)
         self._thread.start()
 
@@ -170,10 +192,13 @@ class TakeWriter:
     def write(self, number: int, episode: Episode, provenance: dict[str, Any]) -> None:
         """Write a take as episode `number` when those before it are done; from now on it survives whatever happens to this process.
 
-        Raises StorageError on a full disk, and what writing an earlier one raised.
+        On a full disk it survives as long as this process does. Raises what writing an earlier one raised.
         """
         if self._recorder.keeps(episode):
-            self._journal.keep(number, episode)
+            try:
+                self._journal.keep(number, episode)
+            except StorageError as error:
+                self.trouble = str(error)
         self._submit(lambda: self._write(number, episode, provenance))
 
     def remove(self, number: int, discarded: bool) -> None:
@@ -182,30 +207,49 @@ class TakeWriter:
         self._submit(lambda: self._remove(number, discarded))
 
     def close(self) -> None:
-        """Wait until everything is written. Raises what writing raised."""
+        """Wait until everything is written. Raises what writing raised: on a full disk StorageError, after a last try."""
+        self._closing.set()
         self._jobs.put(None)
         self._thread.join()
         if self._env is not None:
             self._env.close()
-        self._raise_failure()
+        self.raise_failure()
 
     def _submit(self, job: Callable[[], None]) -> None:
-        self._raise_failure()
+        self.raise_failure()
         self._waiting += 1
         self._jobs.put(job)
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise what writing raised."""
         if self._failure is not None:
             raise self._failure
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=RETRY_S if self.trouble else None)
+            except queue.Empty:
+                self._look_for_room()
+                continue
+            if job is None:
+                return
             if self._failure is None:
                 try:
                     job()
+                    self._look_for_room()
                 except BaseException as error:  # noqa: BLE001 - the thread's boundary: the session raises it
-                    self._failure = error
+                    self._failure, self.trouble = error, str(error)
             self._waiting -= 1
+
+    def _look_for_room(self) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._recorder.require_room(self._largest)
+            self.trouble = ""
+        except StorageError as error:
+            self.trouble = str(error)
 
     def _remove(self, number: int, discarded: bool) -> None:
         remove_take(self._recorder, number, discarded)
@@ -217,10 +261,23 @@ class TakeWriter:
             if self._env is None:
                 self._env = self._make_env()
             episode = fill_frames(episode, self._env, self._recorder.frame_every)
-        row = self._recorder.record(number, episode, provenance)
+        row, size = self._record(number, episode, provenance)
+        self._largest = max(self._largest, size)
         self._journal.drop(number)
         self.rows.append(row)
         self._on_written(Written(number, episode.spec, row, kept, film_of(episode)))
+
+    def _record(self, number: int, episode: Episode, provenance: dict[str, Any]) -> tuple[EpisodeRow, int]:
+        """Write, as often as it takes."""
+        while True:
+            last_try = self._closing.is_set()
+            try:
+                return self._recorder.record(number, episode, provenance)
+            except StorageError as error:
+                if last_try:
+                    raise
+                self.trouble = str(error)
+            self._closing.wait(RETRY_S)
 
 
 def film_of(episode: Episode) -> list[UInt8]:

@@ -87,6 +87,7 @@ class LeRobotStore:
         if frame_every != 1:
             raise DatasetError(f"frame_every is {frame_every}: a LeRobot dataset has a picture in every row; record with frame_every: 1")
         if number in self._writer().numbers:
+            self._writer().write_info()  # what failed may have been this, after the episode's row
             return 0
         return self.append([parts_of(number, episode, self.pictures)])
 
@@ -142,6 +143,7 @@ class _State:
         self._pictures: Pictures = pictures
         self._rows = read_episode_rows(folder)
         self._tasks = {text: index for index, text in read_tasks(folder).items()}
+        self._tasks_changed = not self._tasks
         self._tally = Tally()
         self._features: dict[str, Any] | None = None
         self._fps = 0
@@ -185,7 +187,7 @@ class _State:
             vectors = [name for name, feature in info["features"].items() if feature["dtype"] not in ("image", "video")]
             self._count_rows(read_table(data, vectors))
             self._count_pictures(read_table(replay))
-        self._write_info()
+        self.write_info()
 
     def _count_rows(self, table: pa.Table) -> None:
         for name in table.column_names:
@@ -200,30 +202,32 @@ class _State:
                     self._tally.add_pictures(name.removeprefix("value_counts/"), as_counts(counts), lengths[index])
 
     def append(self, episodes: Sequence[EpisodeParts]) -> int:
-        """See `LeRobotStore.append`."""
+        """See `LeRobotStore.append`. After a StorageError the same call again is right: what it remembers follows what is written."""
         if self._features is None:
-            self._features, self._fps = dict(episodes[0].features), episodes[0].fps
             write_bytes(self.folder / names.OURS_PATH, json_bytes(names.ours(episodes[0].conventions, self._pictures)))
-            self._write_info()
+            self._features, self._fps = dict(episodes[0].features), episodes[0].fps
+            self.write_info()
         for parts in episodes:
             require_fitting(self.folder, self._features, self._fps, parts)
         place = Place.number(self._files)
         new_tasks = [parts.prompt for parts in episodes if parts.prompt not in self._tasks]
         self._tasks |= {text: len(self._tasks) + i for i, text in enumerate(dict.fromkeys(new_tasks))}
+        self._tasks_changed |= bool(new_tasks)
         rows, tables = self._place(episodes, place)
         size = self._write_videos(episodes, place)
         replay = replay_table(rows, episodes)
         size += write_bytes(self.folder / place.path(names.REPLAY_PATH), parquet_bytes([replay]))
         size += write_bytes(self.folder / place.path(names.DATA_PATH), parquet_bytes(tables))
-        if new_tasks or not self._rows:
+        if self._tasks_changed:
             self._write_tasks()
+            self._tasks_changed = False
         size += write_bytes(self.folder / place.path(names.EPISODES_PATH), parquet_bytes([episode_table(rows, tables, episodes)]))
         self._rows += rows
         self._files += 1
         for table in tables:
             self._count_rows(table)
         self._count_pictures(replay)
-        self._write_info()
+        self.write_info()
         if len(self._rows) >= self._statistics_at:
             self.write_statistics()
         return size
@@ -231,7 +235,7 @@ class _State:
     def remove_last(self) -> None:
         """Take the last episode out. Totals shrink before its files go, so that nothing is promised that is not there."""
         last = self._rows.pop()
-        self._write_info()
+        self.write_info()
         for path in reversed(files_of(last)):
             (self.folder / path).unlink()
         self._tally = Tally()
@@ -283,7 +287,8 @@ class _State:
         texts = sorted(self._tasks, key=lambda text: self._tasks[text])
         write_bytes(self.folder / names.TASKS_PATH, parquet_bytes([tasks_table(texts)]))
 
-    def _write_info(self) -> None:
+    def write_info(self) -> None:
+        """Bring `info.json` up to date."""
         assert self._features is not None
         frames = self._rows[-1]["dataset_to_index"] if self._rows else 0
         info = names.new_info(self._features, self._fps, len(self._rows), frames, len(self._tasks))

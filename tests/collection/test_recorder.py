@@ -119,9 +119,11 @@ def test_recording_stops_before_the_disk_is_full_and_loses_nothing(
     (episode,) = record_live(config, 1, 1)
     store = EpisodeStore(tmp_path / "episodes")
     recorder = Recorder(store, tmp_path / "episodes.jsonl", make_env(config.env).spec, 1)
+    _, size = recorder.record(0, episode, {})
+    recorder.require_room(size)
     monkeypatch.setattr("vla_rl.datasets.files.shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
     with pytest.raises(
         StorageError, match=r"0 MiB free, an episode takes 0\.\d MiB: stopped before the disk is full\. Everything finished is"
     ):
-        recorder.record(0, episode, {})
+        recorder.require_room(size)
     assert store.load(0).num_steps == episode.num_steps and len(read_jsonl(tmp_path / "episodes.jsonl")) == 1
