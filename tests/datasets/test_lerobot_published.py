@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from vla_rl.datasets.png import encode_png
 from vla_rl.datasets.samples import EpisodeDataset
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.datasets.store import list_episodes
+from vla_rl.datasets.video import encode_video
 from vla_rl.episode import VIEWS, Outcome
 from vla_rl.replay import require_replayable
 
@@ -160,27 +162,31 @@ def test_published_data_cannot_become_libero_hdf5(published: dict[str, Path], tm
         convert([published["png"]], tmp_path / "hdf5", "hdf5")
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A v2.1 folder: one parquet and one mp4 per episode, JSON lines; features named as physical-intelligence's, pictures as PNG."""
-    folder = tmp_path / "old"
-    features = {
-        name: {"dtype": "image", "shape": [SIZE, SIZE, 3], "names": ["height", "width", "channel"]} for name in ("image", "wrist_image")
-    }
-    features |= {"state": {"dtype": "float32", "shape": [8], "names": None}, "actions": {"dtype": "float32", "shape": [7], "names": None}}
+OLD_NAMES = {"image": ("image", "wrist_image"), "video": ("observation.images.image", "observation.images.image2")}
+OLD_NUMBERS = {"image": ("state", "actions"), "video": ("observation.state", "action")}
+"""Features of a v2.1 folder: physical-intelligence's names with pictures as PNG, LeRobot's with one mp4 per episode and view."""
+
+
+def write_old(folder: Path, kind: str) -> Path:
+    """A v2.1 folder: one parquet per episode, JSON lines, pictures of `kind`."""
+    views, (state, action) = OLD_NAMES[kind], OLD_NUMBERS[kind]
+    pictures: dict[str, Any] = {"dtype": kind, "shape": [SIZE, SIZE, 3], "names": ["height", "width", "channel"]}
+    if kind == "video":
+        pictures["info"] = {"video.fps": 10.0, "video.codec": "av1", "video.pix_fmt": "yuv420p", "has_audio": False}
+    features: dict[str, Any] = dict.fromkeys(views, pictures)
+    features |= {state: {"dtype": "float32", "shape": [8], "names": None}, action: {"dtype": "float32", "shape": [7], "names": None}}
     features |= {name: {"dtype": "int64", "shape": [1], "names": None} for name in ("frame_index", "episode_index", "index", "task_index")}
     features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
     info = {
         "codebase_version": "v2.1",
         "fps": 10,
         "features": features,
-        "chunks_size": 1000,
+        "chunks_size": 2,
         "total_episodes": 3,
         "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
         "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
     }
     (folder / "meta").mkdir(parents=True)
-    (folder / "data/chunk-000").mkdir(parents=True)
     (folder / "meta/info.json").write_text(json.dumps(info))
     texts = sorted(set(TASKS))
     (folder / "meta/tasks.jsonl").write_text("".join(json.dumps({"task_index": i, "task": text}) + "\n" for i, text in enumerate(texts)))
@@ -188,25 +194,64 @@ def old(tmp_path: Path) -> Path:
     (folder / "meta/episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for episode, length in enumerate(LENGTHS):
         states, actions = numbers(episode)
-        columns: dict[str, Any] = {"state": states.tolist(), "actions": actions.tolist()}
-        for view, name in enumerate(("image", "wrist_image")):
-            columns[name] = [{"bytes": encode_png(picture(episode, t, view)), "path": f"frame-{t}.png"} for t in range(length)]
+        columns: dict[str, Any] = {state: states.tolist(), action: actions.tolist()}
         columns |= {"timestamp": [t / 10 for t in range(length)], "frame_index": list(range(length)), "index": list(range(length))}
         columns |= {"episode_index": [episode] * length, "task_index": [texts.index(TASKS[episode])] * length}
-        pq.write_table(pa.table(columns), folder / f"data/chunk-000/episode_{episode:06d}.parquet")
+        for view, name in enumerate(views):
+            seen = np.stack([picture(episode, t, view) for t in range(length)])
+            if kind == "image":
+                columns[name] = [{"bytes": encode_png(seen[t]), "path": f"frame-{t}.png"} for t in range(length)]
+            else:
+                write(folder / f"videos/chunk-{episode // 2:03d}/{name}/episode_{episode:06d}.mp4", encode_video(seen, 10, "av1"))
+        table = io.BytesIO()
+        pq.write_table(pa.table(columns), table)
+        write(folder / f"data/chunk-{episode // 2:03d}/episode_{episode:06d}.parquet", table.getvalue())
     return folder
 
 
-def test_v2_folders_are_read_and_converted(old: Path, tmp_path: Path, seen_by_lerobot: SeenByLeRobot) -> None:
-    convert([old], tmp_path / "new", "lerobot")
-    for folder in (old, tmp_path / "new"):
-        for episode, info in enumerate(list_episodes([folder])):
-            loaded = load_episode(info)
-            assert info.prompt == TASKS[episode] and np.array_equal(loaded.actions_NA(), numbers(episode)[1].astype(np.float32))
-            assert np.array_equal(loaded.frames()[2].images["image2"], picture(episode, 2, 1))
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A v2.1 folder with pictures as PNG."""
+    return write_old(tmp_path / "old", "image")
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_v2_folders_are_read_and_converted(kind: str, tmp_path: Path, seen_by_lerobot: SeenByLeRobot) -> None:
+    """Several chunks of two episodes; videos are copied, so that every picture stays what it was."""
+    old = write_old(tmp_path / "old", kind)
+    assert convert([old], tmp_path / "new", "lerobot").episodes == 3
+    before, after = (list_episodes([folder]) for folder in (old, tmp_path / "new"))
+    for episode, (info, twin) in enumerate(zip(before, after, strict=True)):
+        loaded, converted = load_episode(info), load_episode(twin)
+        assert info.prompt == twin.prompt == TASKS[episode]
+        assert np.array_equal(loaded.actions_NA(), numbers(episode)[1]) and np.array_equal(converted.actions_NA(), numbers(episode)[1])
+        for t, frame in loaded.frames().items():
+            assert np.array_equal(frame.state, numbers(episode)[0][t])
+            for view, name in enumerate(VIEWS):
+                error = np.abs(frame.images[name].astype(float) - picture(episode, t, view)).mean()
+                assert error == 0 if kind == "image" else error < 2, "of 255; the nearest other picture differs by 4"
+                assert np.array_equal(frame.images[name], converted.frames()[t].images[name])
     theirs = seen_by_lerobot(tmp_path / "new")
     assert (len(theirs), theirs.fps, theirs[5]["task"]) == (12, 10, TASKS[1])
     assert np.allclose(theirs[5]["observation.state"].numpy(), numbers(1)[0][0], rtol=0, atol=0)
+    last = 255 * theirs[11]["observation.images.image2"].numpy().transpose(1, 2, 0)
+    assert np.array_equal(last.round(), load_episode(after[2]).frames()[3].images["image2"])
+
+
+def test_a_v2_video_that_is_shorter_than_its_table_is_named(tmp_path: Path) -> None:
+    """A slow encoder lost pictures (LeRobot PR 4462)."""
+    old = write_old(tmp_path / "old", "video")
+    short = old / "videos/chunk-000/observation.images.image/episode_000001.mp4"
+    short.write_bytes(encode_video(np.stack([picture(1, t, 0) for t in range(2)]), 10, "av1"))
+    with pytest.raises(DatasetError, match=r"episode_000001\.mp4: has no picture 2"):
+        load_episode(list_episodes([old])[1])
+    with pytest.raises(DatasetError, match=r"episode_000001\.mp4: has 2 of the pictures 0 to 2"):
+        convert([old], tmp_path / "new", "lerobot")
 
 
 def test_a_layout_that_is_not_known_is_named_with_what_was_expected(old: Path) -> None:
