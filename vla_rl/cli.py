@@ -160,11 +160,13 @@ BENCHMARKS = (
     "memory",
     "prefix",
     "weights",
+    "overlap",
     "exactness",
     "serve",
     "policy",
     "loader",
     "crashes",
+    "rl_crashes",
     "intervention",
 )
 

@@ -1,36 +1,50 @@
-"""Step time of reinforcement learning, synchronous and with max_staleness 1, with an EMULATED accelerator.
+"""Parallel efficiency with an EMULATED accelerator: rollouts with 1 and 2 env processes, and RL steps with and without overlap.
 
-The trainer's update is a wait of a fixed length, as on an accelerator that leaves the CPU alone: the machine has none. All else is real:
-episodes of Reach by the tiny pi0 on a rollout worker of the process backend, parcels, weights through shared memory. The two schedules take
-turns. Limit of the schedule: rollout + update where they take turns, the longer of both where they overlap.
+What an accelerator would compute is a wait of a fixed length, which leaves the CPU alone: the machine has none. All else is real.
+
+Rollouts: Reach in env processes, a policy whose forward is a wait, through the actor and the loop that every phase uses. Limit: as many
+episodes at once as there are env processes (and cores), each as long as its resets, chunks and forwards take with one env process.
+
+RL steps: the update is a wait; episodes of Reach by the tiny pi0 on a rollout worker of the process backend, parcels, weights through
+shared memory. The two schedules take turns. Limit: rollout + update where they take turns, the longer of both where they overlap.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vla_rl.algorithms.config import AlgorithmConfig
 from vla_rl.algorithms.corrections import Correction
-from vla_rl.bench.common import benchmark_parser, finish, spread
+from vla_rl.bench.common import benchmark_parser, finish, measure_in_turns, spread
 from vla_rl.cluster.config import ClusterConfig
+from vla_rl.episode import ACTION_DIM, EpisodeSpec, Float32, Observation, StepProtocol
 from vla_rl.phases.rl import run_rl
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_dry_run import unit_statistics
 from vla_rl.phases.rl_trainer import TrainerRank
+from vla_rl.policies.base import PolicyOutput, PolicySpec
 from vla_rl.policies.checkpoint import save_policy
 from vla_rl.policies.factory import make_policy, policy_spec
+from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.pi0.config import PI0_PRESETS
+from vla_rl.policy_actor import PolicyActor
+from vla_rl.rollout import ListSource, look_of, run_episodes
 from vla_rl.sim.base import EnvConfig
-from vla_rl.sim.pool import PoolConfig
+from vla_rl.sim.pool import PoolConfig, make_pool
 from vla_rl.telemetry.files import read_jsonl
 
 BAR_LIMIT = 0.9
@@ -38,6 +52,34 @@ BAR_LIMIT = 0.9
 STEPS = 8
 """RL steps of one run; the first fills the pipeline and the last writes a checkpoint, so both are left out."""
 RESOLUTION = 64
+CHUNK = 8
+WORKERS = (1, 2)
+EPISODE_STEPS = 160
+"""Control steps of an episode of the rollouts: standing still, none succeeds."""
+EPISODES_EACH = 6
+"""Timed episodes per env process."""
+
+
+class EmulatedPolicy:
+    """Waits as long as an accelerator would compute a batch, and stands still."""
+
+    spec = PolicySpec(CHUNK, CHUNK, resolution=RESOLUTION)
+
+    def __init__(self, forward_s: float) -> None:
+        self._forward_s = forward_s
+
+    def preprocess(self, observations: Sequence[Observation]) -> Tensor:
+        """One row of nothing for each."""
+        return torch.zeros(len(observations), CHUNK, ACTION_DIM)
+
+    def act(self, batch: Tensor, noise_seeds: Sequence[int], exploration: Exploration | None = None) -> PolicyOutput:
+        """Zeros, after a while."""
+        time.sleep(self._forward_s)
+        return PolicyOutput(batch)
+
+    def postprocess(self, actions_BCA: Tensor) -> Float32:
+        """The same zeros."""
+        return actions_BCA.numpy()
 
 
 class EmulatedTrainer(TrainerRank):
@@ -58,23 +100,55 @@ def main(arguments: Sequence[str]) -> int:
     parser = benchmark_parser("overlap", __doc__)
     parser.add_argument("--update-s", type=float, default=1.0, help="length of the emulated update (s)")
     parser.add_argument("--episodes", type=int, default=12, help="episodes of one RL step")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each schedule")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each schedule, and of each number of env processes")
+    parser.add_argument("--forward-s", type=float, default=0.01, help="length of the policy's emulated forward (s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    rates = _rollout_rows(options.rounds, options.forward_s)
     runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
             for staleness, measured in runs.items():
                 measured += _steps(_recipe(Path(folder), number, staleness, options.episodes), options.update_s)
-    rows = [_row(staleness, measured) for staleness, measured in runs.items()]
-    for row in rows:
+    steps = [_row(staleness, measured) for staleness, measured in runs.items()]
+    for row in steps:
         print(row, flush=True)
-    faster = rows[0]["step_s"]["median"] / rows[1]["step_s"]["median"]
-    fraction = min(row["fraction_of_limit"]["median"] for row in rows)
+    faster = steps[0]["step_s"]["median"] / steps[1]["step_s"]["median"]
+    fraction = min(row["fraction_of_limit"]["median"] for row in (*rates, *steps))
     print(f"emulated accelerator: a step takes {faster:.2f} times as long without overlap; {fraction:.0%} of the limit", flush=True)
-    return finish(
-        "overlap", fraction, BAR_LIMIT, fraction, [*rows, {"accelerator": "emulated", "synchronous_over_overlapped": faster}], options
-    )
+    rows = [*rates, *steps, {"accelerator": "emulated", "synchronous_over_overlapped": faster}]
+    return finish("overlap", fraction, BAR_LIMIT, fraction, rows, options)
+
+
+def _rollout_rows(rounds: int, forward_s: float) -> list[dict[str, Any]]:
+    """Control steps per second with 1 and 2 env processes, in fresh processes that take turns."""
+    runs = measure_in_turns("vla_rl.bench.overlap", [str(workers) for workers in WORKERS], rounds, str(forward_s))
+    alone_s = [run["episode_s"] for run in runs[str(WORKERS[0])]]
+    rows: list[dict[str, Any]] = []
+    for workers in WORKERS:
+        at_once = min(workers, len(os.sched_getaffinity(0)))
+        rates = [run["steps_per_s"] for run in runs[str(workers)]]
+        fractions = [rate * one_s / (at_once * EPISODE_STEPS) for rate, one_s in zip(rates, alone_s)]
+        rows.append({"env_processes": workers, "steps_per_s": spread(rates), "fraction_of_limit": spread(fractions)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def measure(workers: int, forward_s: float) -> dict[str, float]:
+    """Rollouts in this process. Keys: `steps_per_s`, and `episode_s`, what an episode's reset, chunks and forwards take by themselves."""
+    protocol = StepProtocol(max_steps=EPISODE_STEPS)
+    specs = [EpisodeSpec("reach", 0, f"sampled:{1_000_000 + n}", "train", protocol) for n in range(workers * (1 + EPISODES_EACH))]
+    actor = PolicyActor(EmulatedPolicy(forward_s), workers)
+    look = look_of(actor.needs)
+    with closing(make_pool(PoolConfig(workers=workers), EnvConfig(kind="reach", resolution=RESOLUTION))) as pool, closing(actor):
+        episodes = run_episodes(pool, actor, ListSource(specs), lambda spec: look)
+        for _ in range(workers):  # they warm up
+            next(episodes)
+        started = time.perf_counter()
+        timed = list(episodes)
+        seconds = time.perf_counter() - started
+    busy = [episode.provenance["reset_s"]["reset"] + sum(step.timing["step"] + forward_s for step in episode.steps) for episode in timed]
+    return {"steps_per_s": sum(episode.num_steps for episode in timed) / seconds, "episode_s": statistics.median(busy)}
 
 
 def _steps(config: RlConfig, update_s: float) -> list[dict[str, float]]:
@@ -118,3 +192,8 @@ def _recipe(folder: Path, number: int, staleness: int, episodes: int) -> RlConfi
         checkpoint_every=STEPS,
         show_progress=False,
     )
+
+
+if __name__ == "__main__":
+    # Only `main` starts this, in fresh processes: measure WORKERS FORWARD_S.
+    print(json.dumps(measure(int(sys.argv[2]), float(sys.argv[3]))))
