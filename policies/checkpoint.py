@@ -30,7 +30,7 @@ from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.pi0.imported import PI0_TYPES
 from vla_rl.policies.published import CONFIG_FILE, OWN_FILE, Layout, detect_layout, published_policy, read_json, resolve_folder
 from vla_rl.policies.strict_load import load_weights
-from vla_rl.policies.tensor_files import WEIGHTS_FILE, CheckpointError
+from vla_rl.policies.tensor_files import INDEX_FILE, WEIGHTS_FILE, CheckpointError
 from vla_rl.telemetry.files import fsync, write_json
 
 __all__ = [
@@ -45,6 +45,9 @@ __all__ = [
     "save_policy",
 ]
 
+_TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
+"""Of the files that a tokenizer consists of."""
+
 
 def save_policy(policy: PolicyModule, folder: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write the policy's folder; a reader sees the old folder or the whole new one.
@@ -55,7 +58,7 @@ def save_policy(policy: PolicyModule, folder: str | Path, weights: Mapping[str, 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in policy.published_weights(own).items()}
     with atomic_folder(folder) as temporary:
         write_lerobot_files(temporary, policy)
-        shutil.copytree(policy.processor.tokenizer.folder, temporary / TOKENIZER_FOLDER)
+        _copy_tokenizer(policy.processor.tokenizer.folder, temporary / TOKENIZER_FOLDER)
         write_json(temporary / OWN_FILE, _own_fields(policy))
         save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
 
@@ -124,6 +127,14 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _copy_tokenizer(source: Path, destination: Path) -> None:
+    """Its files alone: OpenVLA's lie among the weights."""
+    destination.mkdir()
+    for path in source.iterdir():
+        if path.suffix in _TOKENIZER_SUFFIXES and path.name != INDEX_FILE:
+            shutil.copy2(path, destination)
 
 
 def _own_fields(policy: PolicyModule) -> dict[str, Any]:

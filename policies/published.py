@@ -6,7 +6,7 @@
 | lerobot | `config.json` with `type` |
 | openpi  | `model.safetensors` and `assets/ASSET_ID/norm_stats.json` |
 | groot   | `config.json` with `model_type` `Gr00tN1d6` or `Gr00tN1d7` |
-| openvla | `config.json` with `model_type` `openvla`, and `dataset_statistics.json` |
+| openvla | `config.json` with `model_type` `openvla`, or `dataset_statistics.json` |
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def published_policy(folder: Path) -> PolicyModule:
     """
     from vla_rl.policies.groot.imported import nvidia_groot
     from vla_rl.policies.pi0.imported import PI0_TYPES, lerobot_pi0, openpi_pi0
+    from vla_rl.policies.tokens.imported import openvla_oft
 
     layout = detect_layout(folder)
     if layout is Layout.GROOT:
@@ -98,10 +99,7 @@ def published_policy(folder: Path) -> PolicyModule:
         if family in PI0_TYPES:
             return lerobot_pi0(folder)
         raise CheckpointError(f"{folder} is LeRobot's {family!r}: it can act and be served, but vla-rl has no such family to train")
-    raise CheckpointError(
-        f"{folder} is an OpenVLA: its Prismatic network (DINOv2, SigLIP and Llama 2) is no family of vla-rl. Serve it where its code runs, "
-        "and evaluate it with policy.remote"
-    )
+    return openvla_oft(folder)
 
 
 def norm_stats_files(folder: Path) -> list[Path]:

@@ -5,6 +5,8 @@ Shape legend: B batch;  S positions of the whole sequence;  Q positions that are
     prefix      images, prompt, state: all of each other (PaliGemma), or only what comes before (Qwen-VL)
     reasoning   the prefix, and the reasoning before
     actions     prefix and reasoning; in parallel decoding all action placeholders, else only the actions before
+
+OpenVLA-OFT has no such order: all positions see all others.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class SequenceLayout:
     """Prefix positions see each other in both directions."""
     parallel_actions: bool
     """Action positions do."""
+    unordered: bool = False
+    """Every position sees every other (OpenVLA-OFT)."""
 
     @property
     def length(self) -> int:
@@ -37,7 +41,10 @@ class SequenceLayout:
 
     def allowed(self, device: torch.device) -> Tensor:
         """bool[S, S]: whether position q (row) may see position k (column), padding aside."""
-        allowed_SS = torch.ones(self.length, self.length, dtype=torch.bool, device=device).tril()
+        allowed_SS = torch.ones(self.length, self.length, dtype=torch.bool, device=device)
+        if self.unordered:
+            return allowed_SS
+        allowed_SS = allowed_SS.tril()
         if self.bidirectional_prefix:
             allowed_SS[: self.prefix, : self.prefix] = True
         if self.parallel_actions:

@@ -15,8 +15,8 @@ from vla_rl.policies.processor import Normalization
 class LanguageConfig:
     """A causal language model of transformers, by the name of its architecture and its sizes."""
 
-    architecture: Literal["qwen2", "qwen3", "gemma"] = "qwen2"
-    """transformers' model type. vLLM has all three."""
+    architecture: Literal["qwen2", "qwen3", "gemma", "llama"] = "qwen2"
+    """transformers' model type. vLLM has all four."""
     width: int = 128
     """Model width; at least 1."""
     depth: int = 4
@@ -31,6 +31,8 @@ class LanguageConfig:
     """Width of one head, even (rotary pairs). `qwen2` needs width / heads."""
     rotary_base: float = 10_000.0
     """Base of the rotary positions; above 1."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in the norms; above 0."""
 
     def __post_init__(self) -> None:
         for name in ("width", "depth", "mlp_width", "heads", "kv_heads", "head_width"):
@@ -47,17 +49,20 @@ class LanguageConfig:
             )
         if not self.rotary_base > 1:
             raise ConfigError(f"language.rotary_base is {self.rotary_base}; it must be above 1")
+        if not self.norm_eps > 0:
+            raise ConfigError(f"language.norm_eps is {self.norm_eps}; it must be above 0")
 
 
 @dataclass(frozen=True)
 class ActionTokensConfig:
     """How a chunk of actions becomes tokens."""
 
-    kind: Literal["bins", "fast"] = "bins"
-    """`bins`: one token per number (RT-2, OpenVLA). `fast`: rounded cosine coefficients, compressed by byte-pair encoding
-    (Pertsch et al. 2025); only for autoregressive decoding, because the number of tokens varies."""
+    kind: Literal["bins", "openvla", "fast"] = "bins"
+    """`bins`: one token per number, `bins` equal intervals. `openvla`: as OpenVLA counts them, `bins` edges and so one interval less,
+    the highest value first. `fast`: rounded cosine coefficients, compressed by byte-pair encoding (Pertsch et al. 2025); only for
+    autoregressive decoding, because the number of tokens varies."""
     bins: int = 256
-    """Equal bins of [-1, 1], for `bins`; at least 2."""
+    """Tokens for the numbers of [-1, 1], for `bins` and `openvla`; at least 2."""
     scale: float = 10.0
     """Cosine coefficients are multiplied by this before they are rounded, for `fast`: larger is finer. Above 0."""
     largest_coefficient: int = 100
@@ -73,6 +78,60 @@ class ActionTokensConfig:
                 raise ConfigError(f"action_tokens.{name} is {getattr(self, name)}; it must be at least {least}")
         if not self.scale > 0:
             raise ConfigError(f"action_tokens.scale is {self.scale}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class VitConfig:
+    """Sizes of one vision transformer."""
+
+    width: int
+    """Model width; a multiple of `heads`."""
+    depth: int
+    """Layers; at least 2: the last but one is read."""
+    mlp_width: int
+    """Hidden width of the MLPs."""
+    heads: int = 16
+    """Attention heads."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 2:
+            raise ConfigError(f"depth is {self.depth}; it must be at least 2, because the last layer but one is read")
+        if self.width % self.heads:
+            raise ConfigError(f"width is {self.width}; it must be a multiple of heads, which is {self.heads}")
+
+
+@dataclass(frozen=True)
+class PrismaticConfig:
+    """OpenVLA's network (Kim et al. 2024): DINOv2 and SigLIP side by side, a three-layer projector, and OpenVLA-OFT's one sequence,
+    in which everything sees everything. The defaults are OpenVLA-7B's."""
+
+    image_size: int = 224
+    """Pixels of a side of the model's input; a multiple of `patch_size`."""
+    patch_size: int = 14
+    """Pixels of a side of a patch; one token each."""
+    dino: VitConfig = VitConfig(width=1024, depth=24, mlp_width=4096)
+    """DINOv2 with registers."""
+    registers: int = 4
+    """DINOv2's register tokens."""
+    siglip: VitConfig = VitConfig(width=1152, depth=27, mlp_width=4304)
+    """SigLIP; its patches are those of DINOv2."""
+    spare_rows: int = 64
+    """Rows of the vocabulary after the action tokens, which are never written (`pad_to_multiple_of`)."""
+    crop: float = 0.9**0.5
+    """Share of each side of an image that is kept, around its centre (training cropped to 90 % of the area); above 0, at most 1."""
+
+    def __post_init__(self) -> None:
+        if self.image_size % self.patch_size:
+            raise ConfigError(f"prismatic.image_size is {self.image_size}; it must be a multiple of patch_size, which is {self.patch_size}")
+        if not 0.0 < self.crop <= 1.0:
+            raise ConfigError(f"prismatic.crop is {self.crop}; it must be above 0 and at most 1")
+        if self.spare_rows < 0 or self.registers < 0:
+            raise ConfigError(f"prismatic.spare_rows and registers are {self.spare_rows} and {self.registers}; they must be at least 0")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per view."""
+        return (self.image_size // self.patch_size) ** 2
 
 
 @dataclass(frozen=True)
@@ -103,8 +162,11 @@ class TokenConfig:
     """The vision tower, SigLIP's or strided convolutions."""
     language: LanguageConfig = field(default_factory=LanguageConfig)
     """The language model that reads images, prompt and state and writes text and actions."""
+    prismatic: PrismaticConfig | None = None
+    """OpenVLA-OFT's vision and sequence, in place of `vision`, state and learned placeholders; only for parallel decoding."""
     vocabulary: int = 1024
-    """Text tokens; at least the tokenizer's size. Marks and action tokens come after them."""
+    """Text tokens; at least the tokenizer's size. Marks and action tokens come after them. With `prismatic` all rows of the
+    vocabulary: action tokens take the place of its last ones, before `prismatic.spare_rows`."""
     tokenizer: str = ""
     """Folder with a `tokenizer.json` (and `action_tokenizer.json` for `fast`); empty for the shipped one."""
     prompt_tokens: int = 24
@@ -129,6 +191,24 @@ class TokenConfig:
         if self.skip_reasoning and not self.reasoning_tokens:
             raise ConfigError("skip_reasoning is true and reasoning_tokens 0: there is nothing to skip; set skip_reasoning to false")
         self._check_decoding()
+        if self.prismatic is not None:
+            self._check_prismatic(self.prismatic)
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of a side of the model's input."""
+        return self.vision.image_size if self.prismatic is None else self.prismatic.image_size
+
+    def _check_prismatic(self, prismatic: PrismaticConfig) -> None:
+        wanted = {"decoding": "parallel", "prefix_attention": "bidirectional", "reasoning_tokens": 0, "vision": VisionConfig()}
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                given = f"{name} is {getattr(self, name)!r}" if name != "vision" else "vision is given, which OpenVLA's network replaces"
+                raise ConfigError(f"prismatic is given and {given}; leave {name} at {value!r}")
+        if self.action_tokens.kind != "openvla":
+            raise ConfigError(f"prismatic is given and action_tokens.kind is {self.action_tokens.kind!r}; set it to 'openvla'")
+        if self.vocabulary <= self.action_tokens.bins + prismatic.spare_rows:
+            raise ConfigError(f"vocabulary is {self.vocabulary}; action tokens and spare rows leave no text, raise it")
 
     def _check_decoding(self) -> None:
         if self.decoding == "autoregressive" and self.prefix_attention != "causal":
@@ -139,3 +219,18 @@ class TokenConfig:
             raise ConfigError("normalization is 'mean_std', but action tokens cover [-1, 1] only; set it to 'quantiles' or 'min_max'")
         if self.critic is not None and self.critic.reads != "prefix":
             raise ConfigError(f"critic.reads is {self.critic.reads!r}; token policies have no action expert: set it to 'prefix'")
+
+
+TOKEN_PRESETS: dict[str, TokenConfig] = {
+    "tiny": TokenConfig(),
+    "openvla_oft": TokenConfig(
+        prismatic=PrismaticConfig(),
+        language=LanguageConfig("llama", width=4096, depth=32, mlp_width=11008, heads=32, kv_heads=32, head_width=128),
+        action_tokens=ActionTokensConfig(kind="openvla"),
+        vocabulary=32064,
+        prompt_tokens=64,
+        pad_images=False,
+        shift_pixels=0,
+    ),
+}
+"""Named sizes: `tiny` for CPUs, `openvla_oft` as published (OpenVLA-7B with OpenVLA-OFT's discrete parallel decoding)."""

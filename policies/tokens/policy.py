@@ -6,7 +6,7 @@ Shape legend: B batch;  C actions per chunk;  D = 7 real action dimensions;  P p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,17 +24,17 @@ from vla_rl.policies.module import PolicyModule, make_processor
 from vla_rl.policies.processor import Processor, prompt_line
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import PromptTokenizer
-from vla_rl.policies.tokens.action_tokens import ActionTokenizer, BinTokenizer
+from vla_rl.policies.tokens.action_tokens import ActionTokenizer, BinTokenizer, OpenVlaTokenizer
 from vla_rl.policies.tokens.attention import SequenceLayout
-from vla_rl.policies.tokens.backbone import TokenBackbone
+from vla_rl.policies.tokens.backbone import make_backbone
 from vla_rl.policies.tokens.config import TokenConfig
 from vla_rl.policies.tokens.decoding import CachedSequence, choose, read_whole, row_uniforms, token_log_prob
 from vla_rl.policies.tokens.fast import FastTokenizer
 from vla_rl.policies.tokens.loss import token_loss_sums
+from vla_rl.policies.tokens.published import openvla_name, openvla_prompt, own_name
 from vla_rl.policies.tokens.reasoning import ReasoningWriter, well_formed
-from vla_rl.policies.tokens.vllm_engine import CPU_HEAD_WIDTHS, VllmConfig, VllmEngine
 from vla_rl.policies.tokens.vocabulary import Vocabulary
-from vla_rl.policies.tokens.written import Written, after, write_with
+from vla_rl.policies.tokens.written import RolloutEngine, Written, after, write_with
 
 _END = 0
 """The end mark among the action choices, where the number of tokens varies: `Vocabulary.end_act` lies before the action tokens."""
@@ -57,13 +57,13 @@ class TokenPolicy(PolicyModule):
     def __init__(self, config: TokenConfig, spec: PolicySpec, processor: Processor, actions: ActionTokenizer) -> None:
         super().__init__(config, spec, processor)
         self.actions = actions
-        self.vocabulary = Vocabulary(config.vocabulary, actions.size)
-        placeholders = actions.length if config.decoding == "parallel" else 0
-        self.model = TokenBackbone(config, self.vocabulary, len(spec.views), placeholders)
+        self.vocabulary = _vocabulary(config, actions.size)
+        self.model = make_backbone(config, self.vocabulary, len(spec.views), actions.length)
         self.critic = None if config.critic is None else Critic(config.critic, config.language.width, STATE_DIM)
-        self.engine: VllmEngine | None = None
+        self.engine: RolloutEngine | None = None
         """Writes the tokens of rollouts in place of this process, where there is one; only in autoregressive decoding."""
         self._writer = ReasoningWriter(processor.tokenizer, config.reasoning_tokens, self.vocabulary) if config.reasoning_tokens else None
+        self.freeze_unread()
 
     def preprocess(
         self,
@@ -148,6 +148,18 @@ class TokenPolicy(PolicyModule):
         """A token policy has no expert beside its language model. Raises ConfigError."""
         raise ConfigError("engine.trainable is 'expert' and the policy is a token policy, which has no action expert; allowed: all, lora")
 
+    def unread_parameters(self) -> Iterator[nn.Parameter]:
+        """The network's."""
+        yield from self.model.unread_parameters()
+
+    def published_name(self, name: str) -> str:
+        """See `PolicyModule.published_name`: OpenVLA's, for its network."""
+        return name if self.config.prismatic is None else openvla_name(name)
+
+    def own_name(self, name: str, others: frozenset[str]) -> str | None:
+        """See `PolicyModule.own_name`."""
+        return name if self.config.prismatic is None else own_name(name)
+
     def _demonstrated(self, batch: Batch) -> Written:
         """The tokens of demonstrated actions and of the reasoning they stand for."""
         assert batch.actions_BCA is not None
@@ -165,14 +177,15 @@ class TokenPolicy(PolicyModule):
         """R of what is written: all of the reasoning, or only its end mark where it is skipped."""
         return 1 if self.config.skip_reasoning else self.config.reasoning_tokens
 
-    def _layout(self, prefix: int, text: int | None = None) -> SequenceLayout:
+    def _layout(self, prefix: int, actions: int, text: int | None = None) -> SequenceLayout:
         length = self.text_length if text is None else text
         return SequenceLayout(
             prefix=prefix,
             reasoning=length + 1 if length else 0,
-            actions=self.actions.length,
+            actions=actions,
             bidirectional_prefix=self.config.prefix_attention == "bidirectional",
             parallel_actions=self.config.decoding == "parallel",
+            unordered=self.model.unordered,
         )
 
     def read(self, x_BPM: Tensor, valid_BP: Tensor, written: Written) -> Reading:
@@ -184,18 +197,19 @@ class TokenPolicy(PolicyModule):
             valid.append(after(True, written.text_mask_BR))
         if self.config.decoding == "parallel":
             inputs.append(self.model.placeholders(rows))
-            valid.append(torch.ones_like(written.action_mask_BN))
+            valid.append(valid_BP.new_ones(inputs[-1].shape[:2]))
         else:
             ids_BN = written.actions_BN[:, :-1] + self.action_choices.start
             inputs.append(self.model.embed(after(self.vocabulary.act, ids_BN)))
             valid.append(after(True, written.action_mask_BN[:, :-1]))
-        layout = self._layout(prefix, text)
+        layout = self._layout(prefix, inputs[-1].shape[1], text)
         hidden_BSM = read_whole(self.model.language, layout, torch.cat(inputs, 1), torch.cat(valid, 1))
-        return Reading(hidden_BSM[:, :prefix], hidden_BSM[:, prefix : prefix + text], hidden_BSM[:, -self.actions.length :])
+        first = layout.length - layout.actions + self.model.action_offset
+        return Reading(hidden_BSM[:, :prefix], hidden_BSM[:, prefix : prefix + text], hidden_BSM[:, first : first + self.actions.length])
 
     def _act_with(
         self,
-        engine: VllmEngine,
+        engine: RolloutEngine,
         x_BPM: Tensor,
         valid_BP: Tensor,
         batch: Batch,
@@ -225,26 +239,30 @@ class TokenPolicy(PolicyModule):
         )
 
     def _prefix_value(self, critic: Critic, x_BPM: Tensor, valid_BP: Tensor, batch: Batch) -> Tensor:
-        """The critic's value float32[B] from the prefix alone; what follows it is seen by no prefix position."""
-        layout = replace(self._layout(x_BPM.shape[1]), reasoning=0, actions=0)
+        """The critic's value float32[B] from the prefix alone, unless it sees what follows."""
+        if self.model.unordered:
+            return critic(self.read(x_BPM, valid_BP, self._unwritten(valid_BP)).prefix_BPM, valid_BP, batch.state_BS)
+        layout = replace(self._layout(x_BPM.shape[1], 0), reasoning=0)
         return critic(read_whole(self.model.language, layout, x_BPM, valid_BP), valid_BP, batch.state_BS)
 
     def _write_at_once(
         self, x_BPM: Tensor, valid_BP: Tensor, uniform_BN: Tensor | None, exploration: Exploration | None
     ) -> tuple[Written, Reading]:
         """Parallel decoding without reasoning: placeholders need no tokens, so one forward pass both writes and scores."""
-        rows = len(x_BPM)
-        nothing = valid_BP.new_zeros(rows, 0)
-        mask_BN = valid_BP.new_ones(rows, self.actions.length)
-        blank = Written(nothing.long(), nothing, mask_BN.long(), mask_BN)
+        blank = self._unwritten(valid_BP)
         reading = self.read(x_BPM, valid_BP, blank)
         tokens_BN = choose(self.action_logits(reading), 1.0 if exploration is None else exploration.temperature, uniform_BN)
         return replace(blank, actions_BN=tokens_BN), reading
 
+    def _unwritten(self, valid_BP: Tensor) -> Written:
+        """What parallel decoding without reasoning reads: placeholders, whatever the tokens."""
+        nothing, mask_BN = valid_BP[:, :0], valid_BP.new_ones(len(valid_BP), self.actions.length)
+        return Written(nothing.long(), nothing, mask_BN.long(), mask_BN)
+
     def write(self, x_BPM: Tensor, valid_BP: Tensor, uniform_BT: Tensor | None, exploration: Exploration | None) -> Written:
         """Token after token over cached keys and values; parallel actions at once after the reasoning."""
         vocabulary, length = self.vocabulary, self.text_length
-        sequence = CachedSequence(self.model.language, self._layout(x_BPM.shape[1]))
+        sequence = CachedSequence(self.model.language, self._layout(x_BPM.shape[1], self.actions.length))
         sequence.read(x_BPM, valid_BP)
         text_BR, text_mask_BR = self._write_reasoning(sequence, len(x_BPM), uniform_BT, exploration)
         temperature = 1.0 if exploration is None else exploration.temperature
@@ -382,32 +400,25 @@ def _first_action(value_B: Tensor, chunk_length: int) -> Tensor:
     return nn.functional.pad(value_B[:, None], (0, chunk_length - 1))
 
 
-def open_vllm(policy: PolicyModule, config: VllmConfig, rows: int) -> VllmEngine:
-    """Start a vLLM process that writes the tokens of `policy`, up to `rows` chunks at a time; whoever opens it closes it.
-
-    Raises ConfigError for a policy that vLLM cannot run, EngineLost where the process does not come up.
-    """
-    if not isinstance(policy, TokenPolicy) or policy.config.decoding != "autoregressive":
-        kind = type(policy).__name__ if not isinstance(policy, TokenPolicy) else f"a token policy of {policy.config.decoding} decoding"
-        raise ConfigError(f"vllm is given and the policy is {kind}; vLLM runs token policies of decoding 'autoregressive'")
-    width = policy.config.language.head_width
-    if policy.device.type == "cpu" and width not in CPU_HEAD_WIDTHS:
-        allowed = ", ".join(map(str, CPU_HEAD_WIDTHS))
-        raise ConfigError(f"vllm is given and policy.language.head_width is {width}; vLLM's attention on a CPU has {allowed}")
-    prefix = len(policy.spec.views) * policy.config.vision.tokens + policy.config.prompt_tokens + 1
-    longest = prefix + policy.text_length + 1 + policy.actions.length + 1
-    policy.engine = VllmEngine(config, policy.model.language, rows, longest)
-    return policy.engine
-
-
 def build_tokens(config: TokenConfig, statistics: Statistics, spec: PolicySpec, tokenizer: PromptTokenizer) -> TokenPolicy:
     """A randomly initialised policy. Raises ConfigError when the spec, the tokenizer and the config contradict each other."""
-    processor = make_processor(config, spec, statistics, tokenizer, config.vision.image_size, prompt_line)
+    write_prompt, crop = (prompt_line, 1.0) if config.prismatic is None else (openvla_prompt, config.prismatic.crop)
+    processor = make_processor(config, spec, statistics, tokenizer, config.image_size, write_prompt, crop=crop)
     return TokenPolicy(config, spec, processor, _action_tokenizer(config, tokenizer.folder))
+
+
+def _vocabulary(config: TokenConfig, actions: int) -> Vocabulary:
+    """Action tokens after the text; OpenVLA's in place of its rarest words."""
+    if config.prismatic is None:
+        return Vocabulary(config.vocabulary, actions)
+    spare = config.prismatic.spare_rows
+    return Vocabulary(config.vocabulary - actions - spare, actions, marks=0, spare=spare)
 
 
 def _action_tokenizer(config: TokenConfig, folder: Path) -> ActionTokenizer:
     """Bins need nothing; a trained tokenizer lies beside the prompts' one, and travels with the checkpoint."""
     if config.action_tokens.kind == "bins":
         return BinTokenizer(config.action_tokens.bins, config.chunk_length)
+    if config.action_tokens.kind == "openvla":
+        return OpenVlaTokenizer(config.action_tokens.bins, config.chunk_length)
     return FastTokenizer.load(folder, config.action_tokens, config.chunk_length)

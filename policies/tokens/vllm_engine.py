@@ -110,7 +110,7 @@ class VllmEngine:
         self.config, self.version, self.starts = config, -1, 0
         """`starts` counts the processes so far."""
         self._folder = Path(tempfile.mkdtemp(prefix="vla_rl_vllm_", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-        _write_model_config(language, self._folder)
+        write_model_config(language, self._folder)
         self._settings = {
             "model": str(self._folder),
             "width": language.config.hidden_size,
@@ -132,7 +132,7 @@ class VllmEngine:
         if version <= self.version:
             raise ValueError(f"weights version {version} was handed over after version {self.version}; versions only grow")
         path, old = self._weights(version), self._weights(self.version)
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in language.state_dict().items()}, path)
+        write_weights(language, path)
         self.version = version
         self._insist({"do": "load", "path": str(path), "version": version})
         old.unlink(missing_ok=True)
@@ -165,7 +165,7 @@ class VllmEngine:
         reply = self._insist(request, payload)
         if reply["version"] != self.version:
             raise EngineLost(f"vLLM answered with weights version {reply['version']}, and version {self.version} was asked for")
-        return _completion(reply, length)
+        return completion_of(reply["tokens"], reply["log_probs"], length)
 
     @property
     def pid(self) -> int | None:
@@ -256,17 +256,24 @@ class VllmEngine:
         return "\n".join(lines[-_LOG_LINES:])
 
 
-def _write_model_config(language: PreTrainedModel, folder: Path) -> None:
+def write_model_config(language: PreTrainedModel, folder: Path) -> None:
+    """transformers' `config.json`, by which an engine builds the model."""
     language.config.architectures = [type(language).__name__]
     language.config.save_pretrained(folder)
 
 
-def _completion(reply: dict[str, Any], length: int) -> Completion:
-    rows = len(reply["tokens"])
+def write_weights(language: PreTrainedModel, path: Path) -> None:
+    """All of its tensors as safetensors, under transformers' names."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in language.state_dict().items()}, path)
+
+
+def completion_of(tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], length: int) -> Completion:
+    """What an engine wrote, row by row, as tensors of `length` columns."""
+    rows = len(tokens)
     ids_BN, log_prob_BN = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length)
     mask_BN = torch.zeros(rows, length, dtype=torch.bool)
-    for row, (tokens, log_probs) in enumerate(zip(reply["tokens"], reply["log_probs"], strict=True)):
-        ids_BN[row, : len(tokens)] = torch.tensor(tokens)
-        log_prob_BN[row, : len(tokens)] = torch.tensor(log_probs)
-        mask_BN[row, : len(tokens)] = True
+    for row, (written, scores) in enumerate(zip(tokens, log_probs, strict=True)):
+        ids_BN[row, : len(written)] = torch.tensor(written)
+        log_prob_BN[row, : len(written)] = torch.tensor(scores)
+        mask_BN[row, : len(written)] = True
     return Completion(ids_BN, mask_BN, log_prob_BN)

@@ -1,9 +1,10 @@
 """Where text, marks and action tokens lie in the one vocabulary of the language model.
 
-    0 ... text        text + 0 ... text + 3        text + 4 ... size
-    text tokens       END_THINK THINK ACT END_ACT  action tokens
+    0 ... text        text + 0 ... text + 3        text + 4 ...
+    text tokens       END_THINK THINK ACT END_ACT  action tokens  spare rows
 
-The mark that ends a segment lies beside the tokens of the segment: what may be chosen at a position is one range.
+Policies that write no text and a fixed number of actions may have no marks (OpenVLA). The mark that ends a segment lies beside the
+tokens of the segment: what may be chosen at a position is one range.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ class Vocabulary:
     """Number of text tokens."""
     actions: int
     """Number of action tokens."""
+    marks: int = MARKS
+    """`MARKS`, or 0."""
+    spare: int = 0
+    """Rows after the action tokens, which are never written."""
 
     @property
     def end_think(self) -> int:
@@ -46,12 +51,12 @@ class Vocabulary:
     @property
     def first_action(self) -> int:
         """Id of action token 0."""
-        return self.text + MARKS
+        return self.text + self.marks
 
     @property
     def size(self) -> int:
         """All ids."""
-        return self.first_action + self.actions
+        return self.first_action + self.actions + self.spare
 
     @property
     def reasoning_choices(self) -> range:
@@ -60,4 +65,4 @@ class Vocabulary:
 
     def action_choices(self, fixed_length: bool) -> range:
         """What may be written as actions: action tokens, and their end where their number varies."""
-        return range(self.first_action if fixed_length else self.end_act, self.size)
+        return range(self.first_action if fixed_length else self.end_act, self.first_action + self.actions)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.tokens.action_tokens import ActionTokenizer
-from vla_rl.policies.tokens.backbone import TokenBackbone
+from vla_rl.policies.tokens.backbone import Backbone
 from vla_rl.policies.tokens.config import TokenConfig
-from vla_rl.policies.tokens.vllm_engine import VllmEngine
+from vla_rl.policies.tokens.vllm_engine import Completion
 from vla_rl.policies.tokens.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ACTION_STREAM = 0x1E3779B97F4A7C15
 """Separates the seeds of the actions from those of the reasoning."""
@@ -37,13 +40,36 @@ class Written:
     """bool[B, N]: real tokens, the end mark included."""
 
 
+class RolloutEngine(Protocol):
+    """What writes tokens in a policy's place: `VllmEngine`, `SglangEngine`."""
+
+    version: int
+    """Of the weights it answers with; -1 before the first."""
+    starts: int
+    """Processes or servers that it has had."""
+
+    def load(self, language: PreTrainedModel, version: int) -> None:
+        """Take over the weights of `version`. Raises ValueError unless it is newer than the last."""
+        ...
+
+    def write(
+        self, prompts: Sequence[Tensor], choices: range, end: int | None, length: int, temperature: float | None, seeds: Sequence[int]
+    ) -> Completion:
+        """Continue prompts float32[S, M] by `length` tokens of `choices`, or until `end`; without a temperature the likeliest ones."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds; nothing is written after."""
+        ...
+
+
 class Writer(Protocol):
     """What is needed of a token policy to write in its place."""
 
     config: TokenConfig
     vocabulary: Vocabulary
     actions: ActionTokenizer
-    model: TokenBackbone
+    model: Backbone
 
     @property
     def text_length(self) -> int:
@@ -57,7 +83,7 @@ class Writer(Protocol):
 
 
 def write_with(
-    engine: VllmEngine,
+    engine: RolloutEngine,
     policy: Writer,
     x_BPM: Tensor,
     valid_BP: Tensor,

@@ -26,6 +26,7 @@ from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.tokens.config import ActionTokensConfig, LanguageConfig, TokenConfig
 from vla_rl.policies.tokens.fast import ACTION_TOKENIZER_FILE
 from vla_rl.policies.tokens.policy import TokenPolicy
+from vla_rl.policies.tokens.sglang_engine import SglangConfig
 from vla_rl.policies.tokens.vllm_engine import VllmConfig
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_jsonl
@@ -171,6 +172,8 @@ def test_grpo_with_vllm(reach_demonstrations_32: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"vllm": VllmConfig(), "exploration": Exploration()}, "set exploration.method: tokens"),
+        ({"sglang": SglangConfig(), "exploration": Exploration()}, "sglang is given"),
+        ({"vllm": VllmConfig(), "sglang": SglangConfig()}, "leave the other out"),
         ({"algorithm": {"kl": KlSettings("velocity", "loss", 0.1)}}, "tokens have no velocity"),
     ],
 )

@@ -19,7 +19,8 @@ from vla_rl.episode import Episode, EpisodeSpec, Observation, StepProtocol, Toke
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.records import stack_records
 from vla_rl.policies.statistics import Statistics
-from vla_rl.policies.tokens.policy import TokenPolicy, open_vllm
+from vla_rl.policies.tokens.engines import open_vllm
+from vla_rl.policies.tokens.policy import TokenPolicy
 from vla_rl.policies.tokens.vllm_engine import EngineLost, VllmConfig
 from vla_rl.policy_actor import PolicyActor
 from vla_rl.rollout import ListSource, look_of, run_episodes
@@ -157,7 +158,9 @@ def test_a_process_that_keeps_dying_says_why(statistics: Statistics) -> None:
 
 
 def test_a_policy_that_vllm_cannot_run(statistics: Statistics) -> None:
-    with pytest.raises(ConfigError, match="a token policy of parallel decoding; vLLM runs token policies of decoding 'autoregressive'"):
+    with pytest.raises(
+        ConfigError, match="a token policy of parallel decoding; rollout engines run token policies of decoding 'autoregressive'"
+    ):
         open_vllm(make_tokens(PARALLEL, statistics), VllmConfig(), ROWS)
 
 

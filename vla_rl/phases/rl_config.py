@@ -16,6 +16,7 @@ from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.noise_head import NoiseHeadConfig
 from vla_rl.policies.pi0.config import PI0_PRESETS
+from vla_rl.policies.tokens.sglang_engine import SglangConfig
 from vla_rl.policies.tokens.vllm_engine import VllmConfig
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
@@ -47,6 +48,8 @@ class RlConfig:
     """How the policy explores during rollouts."""
     vllm: VllmConfig | None = None
     """A vLLM process per rollout worker, which writes the tokens of an autoregressive token policy; none: the worker does it itself."""
+    sglang: SglangConfig | None = None
+    """An SGLang server that does the same, and that somebody else runs; for a single rollout worker."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value head, where the algorithm has a critic and the initial policy has none."""
     noise_head: NoiseHeadConfig = field(default_factory=NoiseHeadConfig)
@@ -150,9 +153,16 @@ class RlConfig:
             if (given is not None) != needed:
                 verb = "is needed" if needed else "is given, but nothing uses it"
                 raise ConfigError(f"{name} {verb}: it belongs to {needed_by}, which is {'on' if needed else 'off'}")
-        if self.vllm is not None and self.exploration.method != "tokens":
+        engines = [name for name in ("vllm", "sglang") if getattr(self, name) is not None]
+        if len(engines) > 1:
+            raise ConfigError("vllm and sglang are both given; one engine writes the tokens: leave the other out")
+        if engines and self.exploration.method != "tokens":
             raise ConfigError(
-                f"vllm is given and exploration.method is {self.exploration.method!r}; vLLM writes tokens: set exploration.method: tokens"
+                f"{engines[0]} is given and exploration.method is {self.exploration.method!r}; set exploration.method: tokens"
+            )
+        if self.sglang is not None and self.cluster.rollout_workers > 1:
+            raise ConfigError(
+                f"sglang is given and cluster.rollout_workers is {self.cluster.rollout_workers}; a server serves one: set it to 1"
             )
         if self.exploration.method == "tokens" and "velocity" in (algorithm.kl.kind, algorithm.distillation.kind):
             raise ConfigError(

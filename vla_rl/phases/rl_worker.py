@@ -17,7 +17,8 @@ from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_heads import load_initial, with_heads
 from vla_rl.phases.rl_rollout import without_arrays
 from vla_rl.policies.module import PolicyModule
-from vla_rl.policies.tokens.policy import TokenPolicy, open_vllm
+from vla_rl.policies.tokens.engines import open_engine
+from vla_rl.policies.tokens.policy import TokenPolicy
 from vla_rl.policy_actor import PolicyActor
 from vla_rl.rollout import look_of, run_episodes
 from vla_rl.sim.pool import MakeEnv, make_pool
@@ -64,7 +65,8 @@ class RolloutWorker:
         self._config, self._index = config, index
         device = device_kind(config.engine.device, "engine.device")
         self.policy: PolicyModule = with_heads(config, load_initial(config)).to(device)
-        self._vllm = None if config.vllm is None else open_vllm(self.policy, config.vllm, config.rollout_rows)
+        engine = config.vllm or config.sglang
+        self._engine = None if engine is None else open_engine(self.policy, engine, config.rollout_rows)
         self._pool = make_pool(config.pool, config.env, make_env)
         self._actor = PolicyActor(self.policy, config.rollout_rows, config.initial_policy, 0, device, config.exploration)
         self._look = look_of(self._actor.needs, privileged=config.algorithm.reward.privileged)
@@ -92,8 +94,8 @@ class RolloutWorker:
             if not self._verified:
                 self._receiver.verify(self.policy)
                 self._verified = True
-            if self._vllm is not None and isinstance(self.policy, TokenPolicy) and self._vllm.version < self._actor.weights_version:
-                self._vllm.load(self.policy.model.language, self._actor.weights_version)
+            if self._engine is not None and isinstance(self.policy, TokenPolicy) and self._engine.version < self._actor.weights_version:
+                self._engine.load(self.policy.model.language, self._actor.weights_version)
         self._forwards, self._busy_s = self._actor.forwards, self._actor.busy_s
         return self._actor.weights_version
 
@@ -120,14 +122,14 @@ class RolloutWorker:
         if unfinished:
             with span("final_values"):
                 values = final_values(self.policy, [parcel.fetch() for parcel in unfinished], self._config.rollout_rows)
-        return Work(values, forwards, busy_s, 0 if self._vllm is None else self._vllm.starts)
+        return Work(values, forwards, busy_s, 0 if self._engine is None else self._engine.starts)
 
     def close(self) -> None:
-        """End the policy's thread, the envs and vLLM."""
+        """End the policy's thread, the envs and the engine that writes for it."""
         self._actor.close()
         self._pool.close()
-        if self._vllm is not None:
-            self._vllm.close()
+        if self._engine is not None:
+            self._engine.close()
         if self._receiver is not None:
             self._receiver.close()
 
