@@ -58,6 +58,27 @@ def test_random_access_gives_what_decoding_in_order_gives(tmp_path: Path, codec:
         cut_video(path, 9, 3, FPS)
 
 
+@pytest.mark.parametrize("options", [{"g": "7", "bf": "0"}, {"g": "12", "bf": "2"}, {"g": "30", "bf": "3"}])
+def test_videos_of_others_give_at_random_what_they_give_in_order(tmp_path: Path, options: dict[str, str]) -> None:
+    """Long ways from key picture to key picture, and pictures that refer to later ones, which decoders answer with a delay."""
+    path = tmp_path / "theirs.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=FPS, options={"crf": "20", **options})
+        stream.width = stream.height = 32
+        for t in range(40):
+            ramp = np.linspace(0, 90, 32, dtype=np.uint8)[:, None, None] + np.uint8(4 * t)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.broadcast_to(ramp, (32, 32, 3)).copy(), "rgb24")))
+        container.mux(stream.encode())
+    with av.open(str(path)) as container:
+        whole = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    files, rng = VideoFiles(), np.random.default_rng(0)
+    for _ in range(20):
+        numbers = rng.integers(0, 40, 3)
+        assert np.array_equal(files.read(path, numbers, FPS), whole[numbers])
+    with pytest.raises(DatasetError, match="has no picture 40"):
+        files.read(path, np.array([40]), FPS)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 90])
 def test_pngs_are_found_in_the_file_where_parquet_says_they_are(tmp_path: Path, rows: int) -> None:
     """Several row groups, and pictures larger than a page: against reading the column with pyarrow."""
