@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,8 +137,10 @@ def make_backbone(config: TokenConfig, vocabulary: Vocabulary, views: int, actio
 
 def build_language(config: LanguageConfig, vocabulary: Vocabulary) -> PreTrainedModel:
     """A randomly initialised causal language model; embeddings and head are not tied."""
+    small = torch.get_default_device().type == "meta"
     with torch.device("cpu"):  # constants that no checkpoint holds must exist also where a policy is built on the meta device
-        constants = dict(_build(config, vocabulary, layers=1).named_buffers())
+        sizes = (replace(config, mlp_width=1), Vocabulary(1, 1)) if small else (config, vocabulary)  # and cost no embeddings there
+        constants = dict(_build(*sizes, layers=1).named_buffers())
     model = _build(config, vocabulary, config.depth)
     for name, buffer in list(model.named_buffers()):
         owner, _, attribute = name.rpartition(".")
