@@ -236,6 +236,22 @@ def to_plain(config: Any) -> Any:
     return config
 
 
+def with_defaults(config: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """`recorded`, the plain form of an older `config`, with the defaults of fields that did not exist when it was written.
+
+    A new field's default is what the code did before it existed, so a run goes on with a newer version of the code.
+    """
+    filled = dict(recorded)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in filled and not _required(field):
+            has_factory = field.default_factory is not dataclasses.MISSING
+            filled[field.name] = to_plain(field.default_factory() if has_factory else field.default)
+        elif dataclasses.is_dataclass(value) and isinstance(filled.get(field.name), Mapping):
+            filled[field.name] = with_defaults(value, filled[field.name])
+    return filled
+
+
 def difference(first: Any, second: Any, path: str = "") -> list[str]:
     """`key.path: first -> second` for every value in which two plain configs differ."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):

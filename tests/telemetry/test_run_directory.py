@@ -49,3 +49,12 @@ def test_another_recipe_is_refused_and_every_difference_named(tmp_path: Path) ->
     RunDirectory.open(tmp_path / "run", Recipe("run"))
     with pytest.raises(ConfigError, match=r"another recipe .*\n  seed: 0 -> 3\n  inner.lr: 0.001 -> 0.5\nUse another run_dir"):
         RunDirectory.open(tmp_path / "run", Recipe("run", seed=3, inner=Inner(0.5)))
+
+
+def test_a_run_goes_on_with_newer_code_where_new_fields_have_their_defaults(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "run", Recipe("run"))
+    file = tmp_path / "run" / "config.yaml"
+    file.write_text(yaml.safe_dump({"run_dir": "run", "inner": {}}))  # as written before seed, inner.lr and the others existed
+    RunDirectory.open(tmp_path / "run", Recipe("run"))
+    with pytest.raises(ConfigError, match=r"another recipe .*\n  inner.lr: 0.001 -> 0.5\nUse another run_dir"):
+        RunDirectory.open(tmp_path / "run", Recipe("run", inner=Inner(0.5)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from vla_rl.config import ConfigError, difference, to_plain
+from vla_rl.config import ConfigError, difference, to_plain, with_defaults
 from vla_rl.telemetry.environment import environment
 from vla_rl.telemetry.files import append_jsonl, write_json, write_text
 
@@ -39,7 +39,7 @@ class RunDirectory:
         resolved = to_plain(config)
         config_file = run.path / "config.yaml"
         if config_file.exists():
-            _require_same(run.path, yaml.safe_load(config_file.read_text()), resolved)
+            _require_same(run.path, with_defaults(config, yaml.safe_load(config_file.read_text())), resolved)
         else:
             write_text(config_file, yaml.safe_dump(resolved, sort_keys=False))
         write_json(run.path / "environment.json", environment())
