@@ -245,8 +245,8 @@ def with_defaults(config: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in filled and not _required(field):
-            has_factory = field.default_factory is not dataclasses.MISSING
-            filled[field.name] = to_plain(field.default_factory() if has_factory else field.default)
+            factory = field.default_factory
+            filled[field.name] = to_plain(field.default if factory is dataclasses.MISSING else factory())
         elif dataclasses.is_dataclass(value) and isinstance(filled.get(field.name), Mapping):
             filled[field.name] = with_defaults(value, filled[field.name])
     return filled
