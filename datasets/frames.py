@@ -68,12 +68,29 @@ class FileFrames:
         return self.read(np.full(count, episode), np.arange(count))
 
 
+class _Pictures:
+    """The pictures of one view in an HDF5 file."""
+
+    def __init__(self, stored: h5py.Dataset) -> None:
+        self._stored = stored
+        self._shape: tuple[int, ...] = stored.shape[1:]
+        self._deflated = stored.compression == "gzip" and not stored.shuffle and stored.chunks == (1, *self._shape)
+
+    def read(self, position: int) -> np.ndarray:
+        """uint8[H, W, 3]. Deflated pictures are taken as they lie, which is faster than through HDF5's filters."""
+        if self._deflated:
+            skipped_filters, content = self._stored.id.read_direct_chunk((position, 0, 0, 0))
+            if not skipped_filters:
+                return np.frombuffer(zlib.decompress(content), np.uint8).reshape(self._shape)
+        return self._stored[position]
+
+
 class _Hdf5Pictures:
     """Pictures of HDF5 files, which stay open."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, h5py.File] = OrderedDict()
-        self._views: dict[Path, dict[str, list[h5py.Dataset]]] = {}
+        self._views: dict[Path, dict[str, list[_Pictures]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_open": OrderedDict(), "_views": {}}
@@ -82,17 +99,17 @@ class _Hdf5Pictures:
         """Fill uint8[V, H, W, 3] with one picture of each view, in the orientation it was observed in."""
         try:
             for view, pictures in enumerate(self._datasets(info)):
-                pictures_VHWC[view] = schema.reorient(_picture(pictures, position), info.conventions.orientation)
+                pictures_VHWC[view] = schema.reorient(pictures.read(position), info.conventions.orientation)
         except (OSError, zlib.error) as error:
             raise damaged(info.path, error) from error
 
-    def _datasets(self, info: EpisodeInfo) -> list[h5py.Dataset]:
+    def _datasets(self, info: EpisodeInfo) -> list[_Pictures]:
         """The pictures of each view, opened once: that takes as long as decoding one."""
         file = self._file(info.path)
         demos = self._views.setdefault(info.path, {})
         if info.demo not in demos:
             group = subgroup(file, f"data/{info.demo}/obs")
-            demos[info.demo] = [dataset(group, schema.IMAGE_KEYS[name]) for name in VIEWS]
+            demos[info.demo] = [_Pictures(dataset(group, schema.IMAGE_KEYS[name])) for name in VIEWS]
         return demos[info.demo]
 
     def _file(self, path: Path) -> h5py.File:
@@ -104,16 +121,6 @@ class _Hdf5Pictures:
             self._open[path] = h5py.File(path, "r", rdcc_nbytes=0)  # pictures come at random: none is worth 8 MiB a dataset for a cache
         self._open.move_to_end(path)
         return self._open[path]
-
-
-def _picture(pictures: h5py.Dataset, position: int) -> np.ndarray:
-    """uint8[H, W, 3]. Deflated pictures are taken as they lie, which is a sixth faster than through HDF5's filters."""
-    if pictures.compression != "gzip" or pictures.shuffle or pictures.chunks != (1, *pictures.shape[1:]):
-        return pictures[position]
-    skipped, content = pictures.id.read_direct_chunk((position, 0, 0, 0))
-    if skipped:
-        return pictures[position]
-    return np.frombuffer(zlib.decompress(content), np.uint8).reshape(pictures.shape[1:])
 
 
 class MemoryFrames:
