@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lerobot.policies.groot.groot_n1_7 import GR00TN17, GR00TN17ActionHead, GR00TN17Config
-from transformers import Qwen2VLImageProcessor, Qwen3VLConfig
 
+from vla_rl.bench.lerobot_groot import lerobot_groot, lerobot_inputs, our_groot
 from vla_rl.policies.base import Batch
 from vla_rl.policies.groot.config import (
     GROOT_PRESETS,
@@ -87,88 +87,12 @@ def small_config(head: ActionHeadConfig) -> GrootConfig:
     )
 
 
-def lerobot_config(config: GrootConfig, backbone: str) -> GR00TN17Config:
-    """Our sizes as LeRobot's fields. No dropout, because it would draw from the global random state."""
-    head = config.head
-    stack = {"positional_embeddings": None, "dropout": 0.0, "final_dropout": False}
-    return GR00TN17Config(
-        model_name=backbone,
-        select_layer=BACKBONE.read_layer,
-        backbone_embedding_dim=BACKBONE.width,
-        hidden_size=head.hidden_width,
-        input_embedding_dim=head.dit.width,
-        max_state_dim=config.model_state_dim,
-        max_action_dim=config.model_action_dim,
-        action_horizon=config.chunk_length,
-        max_num_embodiments=head.embodiments,
-        max_seq_len=head.positions,
-        use_alternate_vl_dit=head.text_every > 0,
-        attend_text_every_n_blocks=head.text_every,
-        num_inference_timesteps=config.denoise_steps,
-        num_timestep_buckets=head.time_buckets,
-        state_dropout_prob=config.state_dropout,
-        vl_self_attention_cfg=stack
-        | {
-            "num_layers": head.vl_attention.depth,
-            "num_attention_heads": head.vl_attention.heads,
-            "attention_head_dim": head.vl_attention.head_width,
-        },
-        diffusion_model_cfg=stack
-        | {
-            "num_layers": head.dit.depth,
-            "num_attention_heads": head.dit.heads,
-            "attention_head_dim": head.dit.head_width,
-            "norm_type": "ada_norm",
-            "output_dim": head.hidden_width,
-            "interleave_self_attention": True,
-        },
-    )
-
-
-def write_qwen_config(folder: Path) -> None:
-    """A Qwen3-VL of BACKBONE's sizes with one layer more than is read, which LeRobot must leave out."""
-    values: dict[str, Any] = {
-        "image_token_id": IMAGE_TOKEN,
-        "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": BACKBONE.width,
-            "intermediate_size": BACKBONE.mlp_width,
-            "num_hidden_layers": BACKBONE.read_layer + 1,
-            "num_attention_heads": BACKBONE.heads,
-            "num_key_value_heads": BACKBONE.kv_heads,
-            "head_dim": BACKBONE.head_width,
-            "vocab_size": BACKBONE.vocabulary,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(BACKBONE.rope_sections)},
-        },
-        "vision_config": {
-            "depth": VISION.depth,
-            "hidden_size": VISION.width,
-            "intermediate_size": VISION.mlp_width,
-            "num_heads": VISION.heads,
-            "out_hidden_size": BACKBONE.width,
-            "num_position_embeddings": VISION.positions,
-            "deepstack_visual_indexes": list(VISION.deepstack),
-        },
-    }
-    Qwen3VLConfig.from_dict(values).save_pretrained(folder)
-
-
 def lerobot_model(config: GrootConfig, folder: Path) -> GR00TN17:
-    """LeRobot's class with random weights everywhere, in float32."""
-    write_qwen_config(folder)
-    model = GR00TN17(lerobot_config(config, str(folder)), load_backbone_weights=False).float().eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.15
-    return model
+    return lerobot_groot(config, IMAGE_TOKEN, folder, spread=0.15)
 
 
 def our_model(config: GrootConfig, theirs: GR00TN17) -> GrootModel:
-    """Our class with LeRobot's weights, through the names of the published files."""
-    model = GrootModel(config, VIEWS, IMAGE_TOKEN).eval()
-    state = {own_name(name): tensor for name, tensor in theirs.state_dict().items()}
-    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items() if name is not None}, strict=True)
-    return model
+    return our_groot(config, theirs, VIEWS, IMAGE_TOKEN)
 
 
 def random_inputs(config: GrootConfig, padded: bool) -> Inputs:
@@ -188,19 +112,9 @@ def random_inputs(config: GrootConfig, padded: bool) -> Inputs:
     return Inputs(images, batch, actions, noise, torch.tensor([0.0, 0.3704, 0.998]))
 
 
-def their_features(theirs: GR00TN17, inputs: Inputs) -> Any:
+def their_features(theirs: GR00TN17, config: GrootConfig, inputs: Inputs) -> Any:
     """LeRobot's backbone on what transformers' own image processor makes of the pictures."""
-    pictures = list(inputs.images.flatten(0, 1))
-    processor = Qwen2VLImageProcessor(patch_size=VISION.patch_size, merge_size=VISION.merge, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    processed = processor(pictures, do_resize=False, return_tensors="pt")
-    return theirs.backbone(
-        {
-            "input_ids": inputs.batch.tokens_BL,
-            "attention_mask": inputs.batch.token_mask_BL.long(),
-            "pixel_values": processed["pixel_values"],
-            "image_grid_thw": processed["image_grid_thw"],
-        }
-    )
+    return theirs.backbone(lerobot_inputs(config, inputs.batch, inputs.images))
 
 
 def their_action_input(inputs: Inputs, **more: torch.Tensor) -> Any:
@@ -217,7 +131,9 @@ def test_training_error_equals_lerobots(case: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(theirs.action_head, "sample_time", lambda *_, **__: inputs.time)
     monkeypatch.setattr(torch, "randn", lambda *_, **__: inputs.noise)
     mask = (torch.arange(config.model_action_dim) < 7).expand(BATCH, CHUNK, -1).float()
-    expected = theirs.action_head(their_features(theirs, inputs), their_action_input(inputs, action=inputs.actions, action_mask=mask))
+    expected = theirs.action_head(
+        their_features(theirs, config, inputs), their_action_input(inputs, action=inputs.actions, action_mask=mask)
+    )
     monkeypatch.undo()
     ours = our_model(config, theirs)
     x_t = GROOT_FLOW.path(inputs.actions, inputs.noise, inputs.time)
@@ -234,7 +150,7 @@ def test_sampled_actions_equal_lerobots(case: str, tmp_path: Path, monkeypatch: 
     config = small_config(head)
     theirs, inputs = lerobot_model(config, tmp_path), random_inputs(config, padded)
     monkeypatch.setattr(torch, "randn", lambda *_, **__: inputs.noise.clone())
-    expected = theirs.action_head.get_action(their_features(theirs, inputs), their_action_input(inputs))["action_pred"]
+    expected = theirs.action_head.get_action(their_features(theirs, config, inputs), their_action_input(inputs))["action_pred"]
     monkeypatch.undo()
     ours = our_model(config, theirs)
     with torch.no_grad():
@@ -251,7 +167,7 @@ def test_sampled_actions_equal_lerobots(case: str, tmp_path: Path, monkeypatch: 
 def test_hidden_states_equal_lerobots_state_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(small_config(HEAD), state_dropout=0.5)
     theirs, inputs = lerobot_model(config, tmp_path), random_inputs(config, False)
-    features = their_features(theirs, inputs)
+    features = their_features(theirs, config, inputs)
     monkeypatch.setattr(theirs.action_head, "sample_time", lambda *_, **__: inputs.time)
     monkeypatch.setattr(torch, "randn", lambda *_, **__: inputs.noise)
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor([0.2, 0.7, 0.4]))

@@ -1,9 +1,10 @@
-"""`vla-rl bench policy`: a chunk of pi0 and pi0.5 on the CPU against LeRobot's own `predict_action_chunk` with the same weights.
+"""`vla-rl bench policy`: a chunk of pi0, pi0.5 and GR00T on the CPU against LeRobot's own code with the same weights.
 
 Regime: float32, one thread, the published structure at two small sizes, one observation and four (a rollout worker's batch).
 Both sides get the same prepared inputs and the same noise, and must give the same actions. Pairs of calls are interleaved in one process
 per case; times are CPU times, because on a shared machine the wall clock measures the neighbours. The bar is 1 in every case.
-Both encode the prefix once per chunk; LeRobot copies its cache for every denoise step and builds masks and positions again.
+pi0: against `predict_action_chunk`; both encode the prefix once per chunk, LeRobot copies its cache for every denoise step and builds masks
+and positions again. GR00T: against N1.7's backbone and `get_action`, which computes keys and values of the features at every step.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vla_rl.bench.common import benchmark_parser, finish, median_iqr, run_fresh
+from vla_rl.bench.groot_case import groot_calls
 from vla_rl.bench.lerobot_peer import lerobot_batch, lerobot_chunk, lerobot_policy
 from vla_rl.episode import ACTION_DIM, STATE_DIM, VIEWS, Observation
 from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
@@ -44,7 +47,7 @@ SIZES: dict[str, tuple[VisionConfig, TransformerConfig, TransformerConfig]] = {
     ),
 }
 """Vision tower, language model and action expert: a handful of layers, and the published proportions at an eighth of the width."""
-FAMILIES = ("pi0", "pi05")
+FAMILIES = ("pi0", "pi05", "groot")
 BATCHES = (1, 4)
 
 
@@ -78,22 +81,27 @@ def report(cases: Sequence[dict[str, Any]], options: argparse.Namespace) -> int:
 
 def measure(family: str, size: str, batch_size: int, pairs: int) -> dict[str, Any]:
     """One case: CPU seconds of every call of either side, and the largest difference of their actions."""
-    ours = make_our_policy(case_config(family, size))
-    theirs = lerobot_policy(ours)
-    batch = ours.preprocess([observation(seed, ours.config.vision.image_size) for seed in range(batch_size)])
-    seeds = list(range(batch_size))
-    noise = row_noise(seeds, (ours.config.chunk_length, ours.config.model_action_dim), 0, ours.device).noise_BCA
-    their_batch = lerobot_batch(batch, ours.spec.views)
-    calls = {
-        "lerobot_s": lambda: lerobot_chunk(theirs, their_batch, noise),
-        "ours_s": lambda: ours.act(batch, seeds).actions_BCA[..., :ACTION_DIM],
-    }
+    calls = groot_calls(size, batch_size) if family == "groot" else pi0_calls(family, size, batch_size)
     difference = float((calls["lerobot_s"]() - calls["ours_s"]()).abs().max())
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(pairs):
         for name, call in calls.items():
             seconds[name].append(_cpu_seconds(call))
     return {"case": f"{family} {size}, batch {batch_size}", "difference": difference, **seconds}
+
+
+def pi0_calls(family: str, size: str, batch_size: int) -> dict[str, Callable[[], Tensor]]:
+    """`lerobot_s` and `ours_s`: calls that give the same chunk from the same inputs, weights and noise."""
+    ours = make_our_policy(case_config(family, size))
+    theirs = lerobot_policy(ours)
+    batch = ours.preprocess([observation(seed, ours.config.vision.image_size) for seed in range(batch_size)])
+    seeds = list(range(batch_size))
+    noise = row_noise(seeds, (ours.config.chunk_length, ours.config.model_action_dim), 0, ours.device).noise_BCA
+    their_batch = lerobot_batch(batch, ours.spec.views)
+    return {
+        "lerobot_s": lambda: lerobot_chunk(theirs, their_batch, noise),
+        "ours_s": lambda: ours.act(batch, seeds).actions_BCA[..., :ACTION_DIM],
+    }
 
 
 def case_config(family: str, size: str) -> Pi0Config:
