@@ -6,7 +6,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -75,8 +75,9 @@ class Copiers:
                 if len(running) > 2 * COPY_THREADS:
                     running.popleft().result()
         finally:
-            while running:
-                running.popleft().result()
+            wait(running)  # also where one failed: nobody writes into the buffer after this
+        for copy in running:
+            copy.result()
 
     def close(self) -> None:
         """End the threads; may be called twice."""
