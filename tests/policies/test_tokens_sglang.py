@@ -1,4 +1,4 @@
-"""The client of SGLang against answers written in the form of its sources: what it asks, what it makes of them, and a server that was restarted."""
+"""The client of SGLang against answers in the form of its sources: what it asks, what it makes of them, and a server that was restarted."""
 
 from __future__ import annotations
 
