@@ -1,8 +1,7 @@
 """SGLang as a rollout engine: a client of a server that somebody else runs, with the interface of `VllmEngine`.
 
 Written from SGLang's sources (`srt/managers/io_struct.py`, `srt/sampling/sampling_params.py`) and tested against answers in their form,
-never
-against a server. What is asked, as JSON over HTTP:
+never against a server. What is asked, as JSON over HTTP:
 
     GET  /health
     POST /update_weights_from_disk {"model_path", "weight_version", "flush_cache"}                   -> {"success", "message"}
