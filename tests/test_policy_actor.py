@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
 from vla_rl import policy_actor
 from vla_rl.episode import ACTION_DIM, EpisodeSpec, Float32, Observation, StepProtocol
 from vla_rl.policies.base import PolicyOutput, PolicySpec
