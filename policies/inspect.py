@@ -11,7 +11,7 @@ import torch
 from vla_rl.errors import UserError
 from vla_rl.policies.base import PolicySpec
 from vla_rl.policies.checkpoint import meta_policy
-from vla_rl.policies.lerobot_files import chunk_sizes, policy_views
+from vla_rl.policies.lerobot_foreign import foreign_spec
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.pi0.imported import PI0_TYPES
 from vla_rl.policies.published import CONFIG_FILE, Layout, detect_layout, read_json, resolve_folder
@@ -109,8 +109,7 @@ def _foreign(folder: Path, layout: Layout, family: str, files: TensorFiles) -> C
     fields = read_json(folder / CONFIG_FILE)
     plans = tuple(TensorPlan(name, info.shape, info.dtype, f"LeRobot's {family}") for name, info in files.infos.items())
     try:
-        views, resolution = policy_views(folder, fields)
-        spec = PolicySpec(*chunk_sizes(folder, fields), views, resolution)
+        spec = foreign_spec(folder, fields)
     except UserError as error:
         return CheckpointReport(folder, layout, family, None, plans, (str(error),))
     return CheckpointReport(folder, layout, family, spec, plans, ())

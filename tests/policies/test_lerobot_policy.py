@@ -126,7 +126,7 @@ def test_given_noise_reaches_the_network_unchanged(statistics: Statistics, obser
     observations = observe(2, RESOLUTION)
     sampled = policy.act(policy.preprocess(observations), [8, 9]).actions_BCA
     noise = torch.stack([torch.randn(CHUNK, ACTION_DIM, generator=torch.Generator().manual_seed(seed)) for seed in (8, 9)])
-    values = dict(policy.preprocess(observations).values)
+    values = dict(policy.preprocess(observations).groups[0].values)
     values["observation.state"] = values["observation.state"][:, None]
     torch.testing.assert_close(sampled, policy.policy.predict_action_chunk(values, noise=noise), atol=0, rtol=0)
 
