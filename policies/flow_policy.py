@@ -143,14 +143,15 @@ class FlowPolicy(PolicyModule):
         return self.model.project(self._action_tokens(prefix, batch, x_BCA, time_B))
 
     @property
-    def live_dims(self) -> int:
-        """How many leading action dimensions count in likelihoods: all 7, without those at the end that the statistics hold constant.
+    def live_dims(self) -> list[int]:
+        """The action dimensions that count in likelihoods: all 7, without those that the statistics hold constant.
 
         `postprocess` gives such a dimension its constant whatever the network says, so no executed action depends on it. In a likelihood it
-        would be noise alone: on Reach, where rotation and gripper do nothing, 4 of 7 terms of every gradient.
+        would be noise alone: on Reach, where rotation and gripper do nothing, 4 of 7 terms of every gradient; on LIBERO, where an object is
+        grasped without turning the hand, 3 of 7.
         """
-        reaches_robot = self.processor.action.inverse_scale > 0
-        return int(reaches_robot.nonzero().max()) + 1 if bool(reaches_robot.any()) else ACTION_DIM
+        reaches_robot = (self.processor.action.inverse_scale > 0).nonzero()[:, 0].tolist()
+        return reaches_robot or list(range(ACTION_DIM))
 
     def augment(self, batch: Batch, uniform_BK: Tensor) -> Batch:
         """The batch as training sees it: images shifted by up to `config.shift_pixels`. `uniform_BK` is what `augment_numbers` counts."""

@@ -1,7 +1,8 @@
 """Flow policies as stochastic policies: denoise steps with a density, for reinforcement learning.
 
 Shape legend: B batch;  C actions per chunk;  A action dimensions of the model;  D real action dimensions (the first of A);
-              N denoise steps;  K recorded (stochastic) steps of a chunk, 1 or N.
+              N denoise steps;  K recorded (stochastic) steps of a chunk, 1 or N;
+              L live dimensions, those of D that reach the robot (`FlowPolicy.live_dims`).
 
 In terms of the share of noise tau (see `policies/flow.py`), which runs from 1 to 0 on a grid of N equal steps delta = 1/N, and with
 u = noise - actions, the velocity's direction whichever way time runs:
@@ -13,7 +14,7 @@ u = noise - actions, the velocity's direction whichever way time runs:
 
 `flow_sde` has, in the limit of small steps, the marginals of the ODE at every tau (Liu et al. 2025, Flow-GRPO; the form of RLinf's
 pi0 recipes); `flow_noise` learns its spread (Zhang et al. 2025, ReinFlow). The unclipped sample carries the density, and the
-log-probability of an action is summed over its D real dimensions and over the recorded steps.
+log-probability of an action is summed over its L live dimensions and over the recorded steps.
 
 Rollout and trainer both go through `_transition`, with the times of one table: equal weights and equal batch shapes give
 log-ratios of exactly 0.
@@ -125,20 +126,20 @@ def learned_std(raw: Tensor, std_min: float, std_max: float) -> Tensor:
     return torch.exp(0.5 * (low + 0.5 * (torch.tanh(raw) + 1.0) * (high - low)))
 
 
-def gaussian_log_prob(x_BCA: Tensor, mean_BCA: Tensor, std_BCA: Tensor, action_dims: int) -> Tensor:
-    """float32[B, C]: log N(x; mean, std^2) summed over the first `action_dims` dimensions; padding has no say.
+def gaussian_log_prob(x_BCA: Tensor, mean_BCA: Tensor, std_BCA: Tensor, live_L: Sequence[int]) -> Tensor:
+    """float32[B, C]: log N(x; mean, std^2) summed over the dimensions `live_L`; padding has no say.
 
     -1/2 ((x - mean) / std)^2 - log std - 1/2 log 2 pi, in float32; `std_BCA` may have size 1 in any dimension.
     """
-    std_BCA = std_BCA.expand_as(mean_BCA)[..., :action_dims].float()
-    z_BCD = (x_BCA[..., :action_dims].float() - mean_BCA[..., :action_dims].float()) / std_BCA
-    return (-0.5 * z_BCD.square() - std_BCA.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
+    std_BCL = std_BCA.expand_as(mean_BCA)[..., live_L].float()
+    z_BCL = (x_BCA[..., live_L].float() - mean_BCA[..., live_L].float()) / std_BCL
+    return (-0.5 * z_BCL.square() - std_BCL.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
 
 
-def gaussian_entropy(std_BCA: Tensor, shape_BCA: torch.Size, action_dims: int) -> Tensor:
-    """float32[B, C]: 1/2 log(2 pi e std^2) summed over the first `action_dims` dimensions."""
-    std_BCD = std_BCA.expand(shape_BCA)[..., :action_dims].float()
-    return (std_BCD.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+def gaussian_entropy(std_BCA: Tensor, shape_BCA: torch.Size, live_L: Sequence[int]) -> Tensor:
+    """float32[B, C]: 1/2 log(2 pi e std^2) summed over the dimensions `live_L`."""
+    std_BCL = std_BCA.expand(shape_BCA)[..., live_L].float()
+    return (std_BCL.log() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
 
 @torch.no_grad()
@@ -148,11 +149,11 @@ def sample_chain(
     noise_BCA: Tensor,
     draws: StochasticDraws,
     exploration: Exploration,
-    action_dims: int,
+    live_L: Sequence[int],
 ) -> Chain:
     """Denoise from noise to actions with one or all steps stochastic, keeping the stochastic transitions.
 
-    `velocity` is called N times, on all rows at one time each; N is the draws'. `action_dims` is D.
+    `velocity` is called N times, on all rows at one time each; N is the draws'. Log-probabilities are of the dimensions `live_L`.
     """
     denoise_steps = draws.noise_BNCA.shape[1]
     visited = [noise_BCA]
@@ -161,7 +162,7 @@ def sample_chain(
         index_B = torch.full_like(draws.index_B, step)
         mean_BCA, std_BCA, ode_BCA = _transition(flow, velocity, visited[-1], index_B, denoise_steps, exploration)
         sampled_BCA = mean_BCA + std_BCA * draws.noise_BNCA[:, step]
-        log_probs.append(gaussian_log_prob(sampled_BCA, mean_BCA, std_BCA, action_dims))
+        log_probs.append(gaussian_log_prob(sampled_BCA, mean_BCA, std_BCA, live_L))
         chosen_B = draws.index_B == step
         keep_ode = exploration.stochastic_steps == "one"
         visited.append(torch.where(chosen_B[:, None, None], sampled_BCA, ode_BCA) if keep_ode else sampled_BCA)
@@ -176,7 +177,7 @@ def chain_log_prob(
     denoise_index_BK: Tensor,
     denoise_steps: int,
     exploration: Exploration,
-    action_dims: int,
+    live_L: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """(log_prob_BC, entropy_BC) float32[B, C] of recorded transitions under `velocity`'s weights, with gradient.
 
@@ -192,8 +193,8 @@ def chain_log_prob(
     entropies: list[Tensor] = []
     for k in range(kept):
         mean_BCA, std_BCA, _ = _transition(flow, velocity, x_t_BKCA[:, k], denoise_index_BK[:, k], denoise_steps, exploration)
-        log_probs.append(gaussian_log_prob(x_next_BKCA[:, k], mean_BCA, std_BCA, action_dims))
-        entropies.append(gaussian_entropy(std_BCA, mean_BCA.shape, action_dims))
+        log_probs.append(gaussian_log_prob(x_next_BKCA[:, k], mean_BCA, std_BCA, live_L))
+        entropies.append(gaussian_entropy(std_BCA, mean_BCA.shape, live_L))
     return torch.stack(log_probs, 1).sum(1), torch.stack(entropies, 1).sum(1)
 
 

@@ -63,7 +63,7 @@ def test_a_flow_policy_learns(exploration: Exploration, direction: TimeDirection
     for _ in range(25):
         noise_BCA = torch.randn(ROWS, CHUNK, DIMS)
         draws = StochasticDraws(torch.randn(ROWS, STEPS, CHUNK, DIMS), torch.randint(STEPS, (ROWS,)))
-        chain = sample_chain(flow, field, noise_BCA, draws, exploration, REAL)
+        chain = sample_chain(flow, field, noise_BCA, draws, exploration, range(REAL))
         score_B = -distance(chain.actions_BCA)
         advantage_B = group_advantages(score_B, torch.arange(ROWS) // 8, "leave_one_out", "none")
         every_B = torch.ones(ROWS, dtype=torch.bool)
@@ -71,7 +71,7 @@ def test_a_flow_policy_learns(exploration: Exploration, direction: TimeDirection
         old_BU = reduce_per_action(chain.log_prob_BC, mask_BC, reduction, REAL, kept)
         for epoch in range(2):
             log_prob_BC, _ = chain_log_prob(
-                flow, field, chain.x_t_BKCA, chain.x_next_BKCA, chain.denoise_index_BK, STEPS, exploration, REAL
+                flow, field, chain.x_t_BKCA, chain.x_next_BKCA, chain.denoise_index_BK, STEPS, exploration, range(REAL)
             )
             if epoch == 0:
                 check_on_policy(log_prob_gap(log_prob_BC, chain.log_prob_BC, mask_BC), same_batch_shape=True)

@@ -22,7 +22,7 @@ from vla_rl.policies.flow_stochastic import (
 )
 
 DIRECTIONS = [Flow(TimeDirection.NOISE_AT_ONE), Flow(TimeDirection.NOISE_AT_ZERO)]
-ROWS, CHUNK, DIMS, REAL, STEPS = 3, 4, 5, 2, 5
+ROWS, CHUNK, DIMS, REAL, STEPS = 3, 4, 5, [0, 2], 5
 
 
 class Field(torch.nn.Module):
@@ -87,7 +87,7 @@ def test_sde_step_is_the_published_one_in_both_directions_of_time(flow: Flow, st
 
     x_next = torch.full((1, 1, 1, 1), 0.9)
     log_prob_BC, entropy_BC = chain_log_prob(
-        flow, velocity, torch.full((1, 1, 1, 1), 0.7), x_next, torch.tensor([[step]]), STEPS, Exploration(), 1
+        flow, velocity, torch.full((1, 1, 1, 1), 0.7), x_next, torch.tensor([[step]]), STEPS, Exploration(), [0]
     )
     expected = -0.5 * ((0.9 - mean) / std) ** 2 - math.log(std) - 0.5 * math.log(2 * math.pi)
     assert float(log_prob_BC) == pytest.approx(expected, rel=1e-5)  # float32 arithmetic
@@ -106,18 +106,18 @@ def test_hand_computed_mean_of_the_second_step():
         torch.tensor([[1]]),
         5,
         Exploration(),
-        1,
+        [0],
     )
     assert float(log_prob_BC) == pytest.approx(-0.1142196, abs=1e-6)
 
 
-def test_gaussian_log_prob_counts_real_dimensions_only():
-    # two real dimensions of three: z = 1 and -2 with std .5 and 1: -.5 + .6931472 - .9189385, -2 - 0 - .9189385; sum -3.6447298
-    x = torch.tensor([[[0.5, -2.0, 99.0]]])
-    std = torch.tensor([[[0.5, 1.0, 1e-3]]])
-    assert float(gaussian_log_prob(x, torch.zeros(1, 1, 3), std, 2)) == pytest.approx(-3.6447298, abs=1e-6)
+def test_gaussian_log_prob_counts_live_dimensions_only():
+    # two live dimensions of three: z = 1 and -2 with std .5 and 1: -.5 + .6931472 - .9189385, -2 - 0 - .9189385; sum -3.6447298
+    x = torch.tensor([[[0.5, 99.0, -2.0]]])
+    std = torch.tensor([[[0.5, 1e-3, 1.0]]])
+    assert float(gaussian_log_prob(x, torch.zeros(1, 1, 3), std, [0, 2])) == pytest.approx(-3.6447298, abs=1e-6)
     # entropies: log .5 + 1.4189385 and 0 + 1.4189385
-    assert float(gaussian_entropy(std, torch.Size((1, 1, 3)), 2)) == pytest.approx(2.1447299, abs=1e-6)
+    assert float(gaussian_entropy(std, torch.Size((1, 1, 3)), [0, 2])) == pytest.approx(2.1447299, abs=1e-6)
 
 
 def test_learned_std_covers_its_interval_evenly_in_log_variance():
@@ -137,7 +137,7 @@ def test_flow_noise_has_the_mean_of_the_ode_and_the_std_of_the_head(flow: Flow):
         velocity_BCA, raw_BCA = field(x_BCA, torch.full((ROWS,), grid[step]))
         mean_BCA, std_BCA = x_BCA + (grid[step + 1] - grid[step]) * velocity_BCA, learned_std(raw_BCA, 0.08, 0.16)
         torch.testing.assert_close(chain.x_next_BKCA[:, step], mean_BCA + std_BCA * draws.noise_BNCA[:, step])
-        log_prob_BC += torch.distributions.Normal(mean_BCA, std_BCA).log_prob(chain.x_next_BKCA[:, step])[..., :REAL].sum(-1)
+        log_prob_BC += torch.distributions.Normal(mean_BCA, std_BCA).log_prob(chain.x_next_BKCA[:, step])[..., REAL].sum(-1)
     torch.testing.assert_close(chain.log_prob_BC, log_prob_BC.detach(), atol=1e-4, rtol=1e-5)  # ten float32 terms of size 10
 
 
@@ -241,7 +241,7 @@ def test_sde_reaches_the_same_distribution_as_the_ode(flow: Flow, level: float):
 
     generator = torch.Generator().manual_seed(3)
     draws = StochasticDraws(torch.randn(rows, steps, 1, 1, generator=generator), torch.zeros(rows, dtype=torch.int64))
-    chain = sample_chain(flow, velocity, torch.randn(rows, 1, 1, generator=generator), draws, Exploration("flow_sde", "all", level), 1)
+    chain = sample_chain(flow, velocity, torch.randn(rows, 1, 1, generator=generator), draws, Exploration("flow_sde", "all", level), [0])
     # standard error of the std: 0.6 / sqrt(2 * 20000) = 0.003; the step's own error at N = 100 is below 0.01
     assert float(chain.actions_BCA.std()) == pytest.approx(scale, abs=0.02)
 
