@@ -16,6 +16,9 @@ u = noise - actions, the velocity's direction whichever way time runs:
 pi0 recipes); `flow_noise` learns its spread (Zhang et al. 2025, ReinFlow). The unclipped sample carries the density, and the
 log-probability of an action is summed over its L live dimensions and over the recorded steps.
 
+With `noise_over: chunk` one draw moves all actions of a chunk alike, and the density is that of what was drawn: of the chunk's mean action,
+N(mean_C(x); mean_C(mean), mean_C(std)^2). The other C - 1 directions of each dimension are deterministic and have no part in it.
+
 Rollout and trainer both go through `_transition`, with the times of one table: equal weights and equal batch shapes give
 log-ratios of exactly 0.
 """
@@ -48,9 +51,13 @@ class Exploration:
     method: Literal["flow_sde", "flow_noise", "tokens"] = "flow_sde"
     """`flow_sde`: noise from the flow's own schedule. `flow_noise`: a learned spread; the policy needs a noise head.
     `tokens`: samples of a token policy."""
-    stochastic_steps: Literal["one", "all"] = "one"
+    stochastic_steps: Literal["one", "last", "all"] = "one"
     """`one`: one denoise step per chunk, drawn from the row's seed, the others deterministic (the trainer then evaluates one
-    velocity per chunk, 1/N of the cost). `all`: the whole chain."""
+    velocity per chunk, 1/N of the cost). `last`: the last step, whose noise reaches the robot as it is, at the same cost. `all`: the
+    whole chain."""
+    noise_over: Literal["action", "chunk"] = "action"
+    """`action`: each action of a chunk has noise of its own. `chunk`: one draw for all of its actions, which moves the hand sqrt(C)
+    times as far for its size, and leaves C times fewer numbers in a likelihood."""
     noise_level: float = 0.5
     """a of `flow_sde`; above 0. Not used by `flow_noise`."""
     std_min: float = 0.08
@@ -156,17 +163,18 @@ def sample_chain(
     `velocity` is called N times, on all rows at one time each; N is the draws'. Log-probabilities are of the dimensions `live_L`.
     """
     denoise_steps = draws.noise_BNCA.shape[1]
+    index_BK = _stochastic_steps(draws.index_B, denoise_steps, exploration)
     visited = [noise_BCA]
     log_probs: list[Tensor] = []
     for step in range(denoise_steps):
         index_B = torch.full_like(draws.index_B, step)
         mean_BCA, std_BCA, ode_BCA = _transition(flow, velocity, visited[-1], index_B, denoise_steps, exploration)
-        sampled_BCA = mean_BCA + std_BCA * draws.noise_BNCA[:, step]
-        log_probs.append(gaussian_log_prob(sampled_BCA, mean_BCA, std_BCA, live_L))
-        chosen_B = draws.index_B == step
-        keep_ode = exploration.stochastic_steps == "one"
-        visited.append(torch.where(chosen_B[:, None, None], sampled_BCA, ode_BCA) if keep_ode else sampled_BCA)
-    return _record(torch.stack(visited, 1), torch.stack(log_probs, 1), draws.index_B, exploration)
+        drawn_BCA = draws.noise_BNCA[:, step]
+        sampled_BCA = mean_BCA + std_BCA * (drawn_BCA[:, :1] if exploration.noise_over == "chunk" else drawn_BCA)
+        log_probs.append(_log_prob(sampled_BCA, mean_BCA, std_BCA, live_L, exploration))
+        chosen_B11 = (index_BK == step).any(1)[:, None, None]
+        visited.append(torch.where(chosen_B11, sampled_BCA, ode_BCA))
+    return _record(torch.stack(visited, 1), torch.stack(log_probs, 1), index_BK)
 
 
 def chain_log_prob(
@@ -184,7 +192,7 @@ def chain_log_prob(
     `velocity` is called K times with B rows, as at rollout. Raises ValueError where the record does not fit the settings.
     """
     kept = x_t_BKCA.shape[1]
-    if kept != (1 if exploration.stochastic_steps == "one" else denoise_steps):
+    if kept != recorded_steps(exploration, denoise_steps):
         raise ValueError(
             f"the record holds {kept} transitions per chunk, but stochastic_steps is {exploration.stochastic_steps!r} of "
             f"{denoise_steps} denoise steps; recompute with the exploration settings of the rollout"
@@ -193,15 +201,50 @@ def chain_log_prob(
     entropies: list[Tensor] = []
     for k in range(kept):
         mean_BCA, std_BCA, _ = _transition(flow, velocity, x_t_BKCA[:, k], denoise_index_BK[:, k], denoise_steps, exploration)
-        log_probs.append(gaussian_log_prob(x_next_BKCA[:, k], mean_BCA, std_BCA, live_L))
-        entropies.append(gaussian_entropy(std_BCA, mean_BCA.shape, live_L))
+        log_probs.append(_log_prob(x_next_BKCA[:, k], mean_BCA, std_BCA, live_L, exploration))
+        entropies.append(_entropy(std_BCA, mean_BCA.shape, live_L, exploration))
     return torch.stack(log_probs, 1).sum(1), torch.stack(entropies, 1).sum(1)
+
+
+def recorded_steps(exploration: Exploration, denoise_steps: int) -> int:
+    """K, how many transitions of a chunk have a density."""
+    return denoise_steps if exploration.stochastic_steps == "all" else 1
+
+
+def _stochastic_steps(index_B: Tensor, denoise_steps: int, exploration: Exploration) -> Tensor:
+    """int64[B, K]: the stochastic denoise steps of each row; `index_B` is the one that its seed chose."""
+    match exploration.stochastic_steps:
+        case "one":
+            return index_B[:, None]
+        case "last":
+            return torch.full_like(index_B, denoise_steps - 1)[:, None]
+        case "all":
+            return torch.arange(denoise_steps, device=index_B.device).repeat(len(index_B), 1)
+
+
+def _log_prob(x_BCA: Tensor, mean_BCA: Tensor, std_BCA: Tensor, live_L: Sequence[int], exploration: Exploration) -> Tensor:
+    """float32[B, C]: log-density of a transition, per action. What a whole chunk drew is shared out to its actions in equal parts."""
+    if exploration.noise_over == "action":
+        return gaussian_log_prob(x_BCA, mean_BCA, std_BCA, live_L)
+    log_prob_B1 = gaussian_log_prob(x_BCA.mean(1, keepdim=True), mean_BCA.mean(1, keepdim=True), std_BCA, live_L)
+    return log_prob_B1.expand(x_BCA.shape[:2]) / x_BCA.shape[1]
+
+
+def _entropy(std_BCA: Tensor, shape_BCA: torch.Size, live_L: Sequence[int], exploration: Exploration) -> Tensor:
+    """float32[B, C]: entropy of a transition, per action; shared out as `_log_prob` does."""
+    rows, actions, dims = shape_BCA
+    if exploration.noise_over == "action":
+        return gaussian_entropy(std_BCA, shape_BCA, live_L)
+    return gaussian_entropy(std_BCA, torch.Size((rows, 1, dims)), live_L).expand(rows, actions) / actions
 
 
 def _transition(
     flow: Flow, velocity: SpreadVelocityFn, x_BCA: Tensor, index_B: Tensor, denoise_steps: int, exploration: Exploration
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, std, ODE's next point) of the denoise steps `index_B`, each with its row's own time; see the module's docstring."""
+    """(mean, std, ODE's next point) of the denoise steps `index_B`, each with its row's own time; see the module's docstring.
+
+    The std of a chunk that draws once has size 1 over actions.
+    """
     if exploration.method == "tokens":
         raise UserError("exploration.method is 'tokens', and the policy is a flow; use 'flow_sde' or 'flow_noise'")
     grid = flow.grid(denoise_steps)
@@ -213,7 +256,8 @@ def _transition(
     if exploration.method == "flow_noise":
         if raw_BCA is None:
             raise ValueError("exploration.method is 'flow_noise', but the policy has no noise head; build it with one or use 'flow_sde'")
-        return ode_BCA, learned_std(raw_BCA.float(), exploration.std_min, exploration.std_max), ode_BCA
+        std_BCA = learned_std(raw_BCA.float(), exploration.std_min, exploration.std_max)
+        return ode_BCA, std_BCA.mean(1, keepdim=True) if exploration.noise_over == "chunk" else std_BCA, ode_BCA
     noise_BCA = flow.endpoints(x_BCA, velocity_BCA, time_B)[1]
     sigma = _sde_sigma(denoise_steps, exploration.noise_level)
     pull = [s * s / (2 * denoise_steps * _share(i, denoise_steps)) for i, s in enumerate(sigma)]
@@ -237,18 +281,13 @@ def _gather(table: Sequence[float], index_B: Tensor) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=index_B.device)[index_B]
 
 
-def _record(visited_BMCA: Tensor, log_prob_BNC: Tensor, index_B: Tensor, exploration: Exploration) -> Chain:
+def _record(visited_BMCA: Tensor, log_prob_BNC: Tensor, index_BK: Tensor) -> Chain:
     """Keep the stochastic transitions of a chain of M = N + 1 points."""
-    denoise_steps = log_prob_BNC.shape[1]
-    if exploration.stochastic_steps == "all":
-        index_BK = torch.arange(denoise_steps, device=index_B.device).expand(len(index_B), -1)
-    else:
-        index_BK = index_B[:, None]
-    rows = torch.arange(len(index_B), device=index_B.device)[:, None]
+    rows = torch.arange(len(index_BK), device=index_BK.device)[:, None]
     return Chain(
         actions_BCA=visited_BMCA[:, -1],
         x_t_BKCA=visited_BMCA[rows, index_BK],
         x_next_BKCA=visited_BMCA[rows, index_BK + 1],
-        denoise_index_BK=index_BK.clone(),
+        denoise_index_BK=index_BK,
         log_prob_BC=log_prob_BNC[rows, index_BK].sum(1),
     )

@@ -19,7 +19,7 @@ from vla_rl.policies.checkpoint import CheckpointError, load_policy, load_weight
 from vla_rl.policies.critic import Critic, CriticConfig
 from vla_rl.policies.extend import HEADS, extend_policy
 from vla_rl.policies.flow_policy import FlowPolicy
-from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.policies.flow_stochastic import Exploration, recorded_steps
 from vla_rl.policies.noise_head import NoiseHeadConfig
 from vla_rl.policies.pi0.policy import Pi0Policy
 
@@ -28,8 +28,9 @@ METHODS = [
     Exploration("flow_sde", "one", noise_level=0.3),
     Exploration("flow_sde", "all", noise_level=0.3),
     Exploration("flow_noise", "all"),
+    Exploration("flow_noise", "last", "chunk"),
 ]
-IDS = ["flow_sde-one", "flow_sde-all", "flow_noise-all"]
+IDS = ["flow_sde-one", "flow_sde-all", "flow_noise-all", "flow_noise-last-chunk"]
 
 
 def explorer(policy: FlowPolicy, reads: str = "prefix", detach: bool = True) -> FlowPolicy:
@@ -63,7 +64,7 @@ def test_the_trainer_sees_the_rollouts_log_probs_and_values_bit_for_bit(
     assert torch.equal(acting.value(batch), output.value_B)
     assert scored.log_prob_BC.requires_grad and scored.value_B.requires_grad
     assert scored.log_prob_BC.shape == scored.entropy_BC.shape == (6, policy.config.chunk_length)
-    steps = 1 if exploration.stochastic_steps == "one" else policy.config.denoise_steps
+    steps = recorded_steps(exploration, policy.config.denoise_steps)
     assert scored.velocity_BKCA.shape == (6, steps, policy.config.chunk_length, policy.config.model_action_dim)
 
 

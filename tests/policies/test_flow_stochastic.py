@@ -16,6 +16,7 @@ from vla_rl.policies.flow_stochastic import (
     gaussian_entropy,
     gaussian_log_prob,
     learned_std,
+    recorded_steps,
     sample_chain,
     sde_std,
     stochastic_draws,
@@ -120,6 +121,40 @@ def test_gaussian_log_prob_counts_live_dimensions_only():
     assert float(gaussian_entropy(std, torch.Size((1, 1, 3)), [0, 2])) == pytest.approx(2.1447299, abs=1e-6)
 
 
+def test_noise_over_a_chunk_has_the_density_of_what_was_drawn():
+    # a chunk of two actions, one dimension, u = 0, so that the ODE stands still; last step of 5: tau = .2, s = .5 sqrt(.2 / .8) = .25,
+    # std = .25 sqrt(.2) = .1118034, noise estimate = x, pull = .25^2 * .2 / (2 * .2) = .03125.
+    # x = 1 and 3, so the mean's mean is 2 * (1 - .03125) = 1.9375; x_next = 2 and 2.1: mean 2.05, z = .1125 / .1118034 = 1.0062306;
+    # log N = -z^2 / 2 - log .1118034 - .9189385 = .7658433, half of it for each action
+    x, x_next = torch.tensor([[[[1.0], [3.0]]]]), torch.tensor([[[[2.0], [2.1]]]])
+    log_prob_BC, entropy_BC = chain_log_prob(
+        DIRECTIONS[0],
+        lambda x, t: (torch.zeros_like(x), None),
+        x,
+        x_next,
+        torch.tensor([[4]]),
+        5,
+        Exploration("flow_sde", "last", "chunk"),
+        [0],
+    )
+    assert log_prob_BC.tolist() == [pytest.approx([0.7658433 / 2] * 2, abs=1e-5)]
+    # entropy of one number with std .1118034: log std + 1.4189385 = -.7720743
+    assert entropy_BC.tolist() == [pytest.approx([-0.7720743 / 2] * 2, abs=1e-6)]
+
+
+@pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
+def test_noise_over_a_chunk_moves_its_actions_alike(method):
+    """The last step of each row: the ODE's point and one number per dimension, the same for all actions."""
+    flow, exploration = DIRECTIONS[1], Exploration(method, "last", "chunk")
+    field, noise_BCA, draws, chain = chain_of(flow, exploration)
+    quiet = replace(draws, noise_BNCA=torch.zeros_like(draws.noise_BNCA))
+    moved_BCA = chain.actions_BCA - sample_chain(flow, field, noise_BCA, quiet, exploration, REAL).actions_BCA
+    assert torch.allclose(moved_BCA, moved_BCA[:, :1].expand_as(moved_BCA), atol=1e-6)  # float32 differences of numbers near 1
+    assert chain.denoise_index_BK.tolist() == [[STEPS - 1]] * ROWS
+    if method == "flow_sde":
+        assert torch.allclose(moved_BCA[:, 0], sde_std(STEPS, 0.5)[-1] * draws.noise_BNCA[:, STEPS - 1, 0], atol=1e-6)
+
+
 def test_learned_std_covers_its_interval_evenly_in_log_variance():
     low, middle, high = learned_std(torch.tensor([-30.0, 0.0, 30.0]), 0.08, 0.16).tolist()
     assert (low, high) == pytest.approx((0.08, 0.16), rel=1e-6)
@@ -167,25 +202,30 @@ def test_a_chain_without_noise_is_the_euler_sampler_bit_for_bit():
     assert chain.actions_BCA.equal(flow.euler(lambda x, t: field(x, t)[0], noise_BCA, STEPS))
 
 
-EXPLORATIONS = [Exploration(method, steps) for method in ("flow_sde", "flow_noise") for steps in ("one", "all")]
+EXPLORATIONS = [
+    Exploration(method, steps, over)
+    for method in ("flow_sde", "flow_noise")
+    for steps in ("one", "last", "all")
+    for over in ("action", "chunk")
+]
 
 
 @pytest.mark.parametrize("flow", DIRECTIONS, ids=lambda flow: flow.direction.value)
-@pytest.mark.parametrize("exploration", EXPLORATIONS, ids=lambda e: f"{e.method}-{e.stochastic_steps}")
+@pytest.mark.parametrize("exploration", EXPLORATIONS, ids=lambda e: f"{e.method}-{e.stochastic_steps}-{e.noise_over}")
 def test_trainer_recomputes_the_rollouts_log_prob_exactly(flow: Flow, exploration: Exploration):
     field, _, _, chain = chain_of(flow, exploration)
     log_prob_BC, entropy_BC = recomputed(flow, field, chain, exploration)
     assert log_prob_BC.equal(chain.log_prob_BC)
     check_on_policy(log_prob_gap(log_prob_BC, chain.log_prob_BC, torch.ones(ROWS, CHUNK, dtype=torch.bool)), same_batch_shape=True)
     assert entropy_BC.shape == (ROWS, CHUNK)
-    kept = 1 if exploration.stochastic_steps == "one" else STEPS
+    kept = recorded_steps(exploration, STEPS)
     assert chain.x_t_BKCA.shape == chain.x_next_BKCA.shape == (ROWS, kept, CHUNK, DIMS)
     log_prob_BC.sum().backward()
     assert field.weight.grad is not None and bool(field.weight.grad.any())
     assert (field.spread.grad is not None) == (exploration.method == "flow_noise")
 
 
-@pytest.mark.parametrize("exploration", EXPLORATIONS, ids=lambda e: f"{e.method}-{e.stochastic_steps}")
+@pytest.mark.parametrize("exploration", EXPLORATIONS, ids=lambda e: f"{e.method}-{e.stochastic_steps}-{e.noise_over}")
 def test_a_planted_mismatch_trips_the_check(exploration: Exploration):
     flow = DIRECTIONS[0]
     field, _, _, chain = chain_of(flow, exploration)

@@ -25,6 +25,7 @@ from vla_rl.policies.base import Batch, TransitionBatch
 from vla_rl.policies.checkpoint import meta_policy
 from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.flow_policy import FlowPolicy
+from vla_rl.policies.flow_stochastic import recorded_steps
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.pi0.config import PI0_PRESETS
 from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
@@ -157,7 +158,7 @@ def micro_batch(config: RlConfig, policy: PolicyModule) -> tuple[Batch, Transiti
     blank = Observation(
         {view: np.zeros((size, size, 3), np.uint8) for view in policy.spec.views}, np.zeros(STATE_DIM, np.float32), "do the task"
     )
-    kept = 1 if config.exploration.stochastic_steps == "one" else policy.config.denoise_steps
+    kept = recorded_steps(config.exploration, policy.config.denoise_steps)
     shape = (rows, kept, policy.spec.chunk_length, policy.config.model_action_dim)
     one = policy.processor.preprocess([blank])
     with torch.device("meta"):

@@ -39,6 +39,7 @@ def test_reaching_lifting_carrying_and_letting_go() -> None:
     measured = pick_and_place(
         episode(
             seen((0.0, 0.3, 0.04), (0.0, 0.0, 0.04)),  # 30 cm to the soup, 40 cm to the basket
+            seen((0.0, 0.03, 0.04), (0.0, 0.0, 0.04)),  # 3 cm beside it: half above
             seen((0.0, 0.0, 0.04), (0.0, 0.0, 0.04)),  # at the soup
             seen((0.0, 0.0, 0.065), (0.0, 0.0, 0.065)),  # half of the lift
             seen((0.2, 0.0, 0.20), (0.2, 0.0, 0.20)),  # lifted more than counts, half of the way
@@ -47,7 +48,8 @@ def test_reaching_lifting_carrying_and_letting_go() -> None:
             seen((0.2, 0.0, 0.10), (0.2, 0.0, 0.04)),  # or dropped on the way
         )
     )
-    expected = [-1.5 - 2.0, -2.0, 0.5 - 2.0, 1.0 - 1.0, 1.0, 1.0 - 0.8, -0.3 - 1.0]
+    above = np.array([0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    expected = above + [-1.5 - 2.0, -0.15 - 2.0, -2.0, 0.5 - 2.0, 1.0 - 1.0, 1.0, 1.0 - 0.8, -0.3 - 1.0]
     np.testing.assert_allclose(measured, expected, atol=1e-12)  # float64 sums of a few terms
 
 
