@@ -14,7 +14,7 @@ from typing import Any
 from vla_rl.conventions import Conventions
 from vla_rl.policies.base import PolicySpec
 from vla_rl.policies.lerobot_files import chunk_sizes, policy_views
-from vla_rl.policies.published import read_json
+from vla_rl.policies.published import read_json, relative_parts
 from vla_rl.policies.tensor_files import CheckpointError
 
 PREPROCESSOR_FILE, POSTPROCESSOR_FILE = "policy_preprocessor.json", "policy_postprocessor.json"
@@ -80,7 +80,8 @@ def _groot_sizes(folder: Path, fields: Mapping[str, Any], executed_horizon: int)
 def _refuse_relative(folder: Path, fields: Mapping[str, Any]) -> None:
     steps = [(step.get("registry_name"), step.get("config", {})) for step in _steps(folder, POSTPROCESSOR_FILE)]
     undone = any(name == "absolute_actions_processor" and settings.get("enabled") for name, settings in steps)
-    if fields.get("use_relative_actions") or undone or any(settings.get("use_relative_action") for _, settings in steps):
+    parts = [(settings.get("modality_config") or {}).get("action", {}) for _, settings in steps if settings.get("use_relative_action")]
+    if fields.get("use_relative_actions") or undone or any(relative_parts(action) for action in parts if action):
         raise CheckpointError(
             f"{folder}: its actions are relative to the state, LIBERO's are not; train it with use_relative_actions off, "
             "or serve it with LeRobot and use policy.remote"

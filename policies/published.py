@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,12 @@ def published_policy(folder: Path) -> PolicyModule:
 def norm_stats_files(folder: Path) -> list[Path]:
     """openpi's statistics below `assets`; the asset's name may have several parts (`physical-intelligence/libero`)."""
     return sorted((folder / "assets").rglob(NORM_STATS_FILE)) if (folder / "assets").is_dir() else []
+
+
+def relative_parts(action: Mapping[str, Any]) -> list[str]:
+    """The parts of an NVIDIA action that are relative to the state where a policy's `use_relative_action` is set."""
+    forms = action.get("action_configs") or []
+    return [part for part, form in zip(action["modality_keys"], forms) if form and str(form.get("rep", "")).lower() == "relative"]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import isqrt
 from typing import Literal
 
 from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
@@ -60,10 +61,7 @@ class QwenVisionConfig:
     """Layers whose output is added to the image tokens of the first language layers, one each (Meng et al. 2024)."""
 
     def __post_init__(self) -> None:
-        if self.image_size % (self.patch_size * self.merge):
-            raise ValueError(
-                f"image_size is {self.image_size}, it must be a multiple of patch_size * merge, which is {self.patch_size * self.merge}"
-            )
+        _check_grid(self.image_size, self.patch_size, self.merge)
         if self.deepstack and max(self.deepstack) >= self.depth:
             raise ValueError(f"deepstack is {list(self.deepstack)}; every entry must be below depth, which is {self.depth}")
 
@@ -108,8 +106,7 @@ class QwenBackboneConfig:
                 f"read_layer is {self.read_layer}, it must be at least 1 and at least the number of vision.deepstack layers, "
                 f"{len(self.vision.deepstack)}"
             )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}, it must be a multiple of kv_heads, which is {self.kv_heads}")
+        _check_groups(self.heads, self.kv_heads)
         if 2 * sum(self.rope_sections) != self.head_width:
             raise ValueError(
                 f"rope_sections is {list(self.rope_sections)}; they must sum to half of head_width, which is {self.head_width}"
@@ -121,7 +118,98 @@ class QwenBackboneConfig:
         return self.vision.image_size
 
 
-BackboneConfig = ConvBackboneConfig | QwenBackboneConfig
+EAGLE_CHAT = (
+    "<|im_start|>system\nYou are a helpful assistant.\n<|im_end|>\n{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% set pictures = namespace(count=0) %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "{% set pictures.count = pictures.count + 1 %}<image-{{ pictures.count }}>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+"""What `py_apply_chat_template` of Eagle's processor writes for a user's turn, as a Jinja template."""
+
+
+@dataclass(frozen=True)
+class EagleVisionConfig:
+    """Sizes of Eagle's SigLIP 2; the defaults are Eagle-Block2A-2B-v2's (full attention, no rotary positions)."""
+
+    image_size: int = 252
+    """Pixels of a side of the model's input: 256 brought to a multiple of 28, as Eagle's processor does; of `patch_size` times `merge`."""
+    patch_size: int = 14
+    """Pixels of a side of a patch."""
+    merge: int = 2
+    """Patches of a side whose channels become one token (pixel unshuffle)."""
+    width: int = 1152
+    """Model width."""
+    depth: int = 27
+    """Number of layers."""
+    mlp_width: int = 4304
+    """Hidden width of their MLPs."""
+    heads: int = 16
+    """Attention heads; divides `width`."""
+    positions: int = 256
+    """Learned positions, a square grid that is interpolated to the image's."""
+
+    def __post_init__(self) -> None:
+        _check_grid(self.image_size, self.patch_size, self.merge)
+        if isqrt(self.positions) ** 2 != self.positions:
+            raise ValueError(f"positions is {self.positions}, it must be the square of a whole number")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per view."""
+        return (self.image_size // (self.patch_size * self.merge)) ** 2
+
+
+@dataclass(frozen=True)
+class EagleBackboneConfig:
+    """Eagle 3 through transformers: SigLIP 2, a connector of two layers, and Qwen3 cut off above a layer; the defaults are N1.6's sizes."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    """Eagle-Block2A-2B-v2's form, of any size."""
+    vision: EagleVisionConfig = field(default_factory=EagleVisionConfig)
+    """The vision tower."""
+    read_layer: int = 16
+    """The language layer whose output, through the final norm, is the feature; layers above it do not exist. At least 1."""
+    width: int = 2048
+    """Model width of the language model, and of the features."""
+    mlp_width: int = 6144
+    """Hidden width of its gated MLPs."""
+    heads: int = 16
+    """Query heads."""
+    kv_heads: int = 8
+    """Key and value heads; divides `heads`."""
+    head_width: int = 128
+    """Width of one head; even."""
+    vocabulary: int = 151680
+    """Rows of the token embedding."""
+    rope_theta: float = 1_000_000.0
+    """Base of the rotary positions."""
+    image_token: str = "<IMG_CONTEXT>"
+    """The token that stands for each image token in the prompt; the tokenizer must have it."""
+    chat_template: str = EAGLE_CHAT
+    """Jinja template of a user's turn that says the task and then shows the views as `<image-1>`, `<image-2>`, ...."""
+
+    def __post_init__(self) -> None:
+        if self.read_layer < 1:
+            raise ValueError(f"read_layer is {self.read_layer}, it must be at least 1")
+        _check_groups(self.heads, self.kv_heads)
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of a side of the model's input."""
+        return self.vision.image_size
+
+
+def _check_grid(image_size: int, patch_size: int, merge: int) -> None:
+    if image_size % (patch_size * merge):
+        raise ValueError(f"image_size is {image_size}, it must be a multiple of patch_size * merge, which is {patch_size * merge}")
+
+
+def _check_groups(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads:
+        raise ValueError(f"heads is {heads}, it must be a multiple of kv_heads, which is {kv_heads}")
+
+
+BackboneConfig = ConvBackboneConfig | QwenBackboneConfig | EagleBackboneConfig
 """A vision-language backbone, by `kind`."""
 
 
@@ -168,6 +256,8 @@ class ActionHeadConfig:
     time_buckets: int = 20
     """Steps into which flow time is cut; the networks see the step's number (1000 as published: its fast sines are noise to a
     small network, which must learn to ignore them)."""
+    mask_token: bool = False
+    """What stands for a state that dropout hides: a learned token (N1.6 trained with dropout), or zeros (N1.7)."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_width", "embodiments", "positions", "time_buckets"):
@@ -204,9 +294,9 @@ class GrootConfig:
     prompt_tokens: int = 24
     """Every prompt is padded to this many tokens, image tokens included where the backbone takes them from the prompt."""
     model_state_dim: int = 8
-    """The state is padded with zeros to this many dimensions (132 in N1.7, 29 in N1.6)."""
+    """The state is padded with zeros to this many dimensions (132 in N1.7, 128 in N1.6)."""
     model_action_dim: int = 7
-    """Actions are padded with zeros to this many dimensions (132 in N1.7, 29 in N1.6)."""
+    """Actions are padded with zeros to this many dimensions (132 in N1.7, 128 in N1.6)."""
     normalization: Normalization = Normalization.MEAN_STD
     """How state and actions are normalised; `quantiles` as published."""
     clip_outliers: bool = False
@@ -273,5 +363,20 @@ GROOT_PRESETS: dict[str, GrootConfig] = {
         shift_pixels=0,
         state_dropout=0.2,
     ),
+    "n1_6": GrootConfig(
+        chunk_length=50,
+        executed_horizon=8,
+        denoise_steps=4,
+        backbone=EagleBackboneConfig(),
+        head=N1_6_HEAD,
+        prompt_tokens=288,
+        model_state_dim=128,
+        model_action_dim=128,
+        normalization=Normalization.QUANTILES,
+        clip_outliers=True,
+        crop=0.95,
+        shift_pixels=0,
+    ),
 }
-"""Named sizes: `tiny` for CPUs, `n1_7` as published (`nvidia/GR00T-N1.7-3B`; chunk 40, of which LIBERO executes 8)."""
+"""Named sizes: `tiny` for CPUs; as published `n1_7` (`nvidia/GR00T-N1.7-3B`, chunk 40) and `n1_6` (`nvidia/GR00T-N1.6-3B`, chunk 50), of
+which LIBERO executes 8."""

@@ -47,13 +47,17 @@ class ActionHead(nn.Module):
         self.vlln = nn.LayerNorm(feature_width)
         self.vl_self_attention = SelfAttentionStack(config.vl_attention)
         self.position_embedding = nn.Embedding(config.positions, width)
+        self.mask_token = nn.Parameter(0.02 * torch.randn(1, 1, width)) if config.mask_token else None
 
     def encode(self, features: Features, state_BS: Tensor, state_mask_B: Tensor | None) -> GrootPrefix:
-        """The prefix; rows outside `state_mask_B` get a state token of zeros, as GR00T's state dropout gives."""
+        """The prefix; rows outside `state_mask_B` get zeros or the mask token for their state, as GR00T's state dropout gives."""
         tokens_BPM = self.vl_self_attention(self.vlln(features.tokens_BPM), features.mask_BP)
         state_B1M = self.state_encoder(state_BS[:, None])
         if state_mask_B is not None:
-            state_B1M = state_B1M * state_mask_B[:, None, None].to(state_B1M.dtype)
+            seen_B11 = state_mask_B[:, None, None].to(state_B1M.dtype)
+            state_B1M = state_B1M * seen_B11
+            if self.mask_token is not None:
+                state_B1M = state_B1M + self.mask_token * (1.0 - seen_B11)
         masks = self.model.masks(features.mask_BP, features.image_mask_BP)
         return GrootPrefix(tokens_BPM, features.mask_BP, state_B1M, self.model.key_values(tokens_BPM), masks)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from vla_rl.policies.base import Batch
-from vla_rl.policies.groot.config import ConvBackboneConfig, GrootConfig
+from vla_rl.policies.groot.config import ConvBackboneConfig, EagleBackboneConfig, GrootConfig
 from vla_rl.policies.groot.conv import ConvBackbone
+from vla_rl.policies.groot.eagle import EagleBackbone
 from vla_rl.policies.groot.head import ActionHead, GrootPrefix
 from vla_rl.policies.groot.qwen import QwenBackbone
 
@@ -55,8 +56,10 @@ class GrootModel(nn.Module):
         nn.init.zeros_(head.action_decoder.layer2.W)
 
 
-def _make_backbone(config: GrootConfig, views: int, image_token_id: int | None) -> ConvBackbone | QwenBackbone:
+def _make_backbone(config: GrootConfig, views: int, image_token_id: int | None) -> ConvBackbone | EagleBackbone | QwenBackbone:
     if isinstance(config.backbone, ConvBackboneConfig):
         return ConvBackbone(config.backbone, views)
     assert image_token_id is not None, "the builder looks it up for backbones that need it"
+    if isinstance(config.backbone, EagleBackboneConfig):
+        return EagleBackbone(config.backbone, image_token_id)
     return QwenBackbone(config.backbone, image_token_id)

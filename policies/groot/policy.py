@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import Tensor, nn
 
 from vla_rl.config import ConfigError
 from vla_rl.policies.base import Batch, PolicySpec
 from vla_rl.policies.flow import Flow, TimeDirection
 from vla_rl.policies.flow_policy import FlowPolicy
-from vla_rl.policies.groot.config import ConvBackboneConfig, GrootConfig, QwenBackboneConfig
+from vla_rl.policies.groot.config import ConvBackboneConfig, EagleBackboneConfig, GrootConfig
 from vla_rl.policies.groot.model import GrootModel
 from vla_rl.policies.groot.published import own_name, to_published
 from vla_rl.policies.module import make_processor
@@ -94,15 +95,30 @@ def chat_prompt(prompt: str, views: int, image_tokens: int, image_token: str) ->
     return f"<|im_start|>user\n{image * views}{formal(prompt)}<|im_end|>\n"
 
 
+def eagle_prompt(prompt: str, views: int, backbone: EagleBackboneConfig) -> str:
+    """Eagle's chat form of one user turn that says the task and then shows the views (N1.6's `_apply_vlm_processing` and Eagle's
+    `replace_media_placeholder`). Raises jinja2.TemplateError for a template that cannot be read."""
+    content: list[dict[str, str]] = [{"type": "text", "text": formal(prompt)}, *({"type": "image"} for _ in range(views))]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)  # as transformers renders chat templates
+    template = environment.from_string(backbone.chat_template)
+    text = template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=False)
+    for view in range(1, views + 1):
+        image = f"<image {view}><img>{backbone.image_token * backbone.vision.tokens}</img>"
+        text = text.replace(f"<image-{view}>", image)
+    return text
+
+
 def _prompt_writer(config: GrootConfig, views: int) -> Callable[[str, np.ndarray], str]:
     backbone = config.backbone
     if isinstance(backbone, ConvBackboneConfig):
         return lambda prompt, state_S: formal(prompt)
+    if isinstance(backbone, EagleBackboneConfig):
+        return lambda prompt, state_S: eagle_prompt(prompt, views, backbone)
     return lambda prompt, state_S: chat_prompt(prompt, views, backbone.vision.tokens, backbone.image_token)
 
 
 def _image_token_id(config: GrootConfig, tokenizer: PromptTokenizer) -> int | None:
-    if not isinstance(config.backbone, QwenBackboneConfig):
+    if isinstance(config.backbone, ConvBackboneConfig):
         return None
     found = tokenizer.tokenizer.token_to_id(config.backbone.image_token)
     if found is None:

@@ -1,4 +1,4 @@
-"""Names of the published weights (LeRobot's `GrootPolicy` and NVIDIA's N1.7 folder) for our parameters."""
+"""Names of the published weights (LeRobot's `GrootPolicy`, NVIDIA's N1.7 and N1.6 folders) for our parameters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _LEROBOT = "_groot_model."
 """LeRobot's prefix of every name; NVIDIA's folder has none."""
 _VLM = "model.backbone.vlm."
 _PUBLISHED_VLM = "backbone.model.model."
-_LANGUAGE_HEAD = "backbone.model.lm_head.weight"
-"""The vocabulary head: the same tensor as the token embedding, which nothing reads."""
+_LANGUAGE_HEADS = ("backbone.model.lm_head.weight", "backbone.model.language_model.lm_head.weight")
+"""The vocabulary head of N1.7 and of N1.6: the same tensor as the token embedding, which nothing reads."""
 
 
 def to_published(name: str) -> str:
@@ -26,7 +26,7 @@ def own_name(name: str) -> str | None:
     if name.startswith(OWN_MODULES):
         return name
     bare = name.removeprefix(_LEROBOT)
-    if bare == _LANGUAGE_HEAD:
+    if bare in _LANGUAGE_HEADS:
         return None
     if bare.startswith(_PUBLISHED_VLM):
         return _VLM + bare.removeprefix(_PUBLISHED_VLM)

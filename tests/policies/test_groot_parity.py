@@ -225,6 +225,7 @@ def test_published_size_has_lerobots_names_and_shapes() -> None:
 def test_n1_6_head_has_the_names_and_shapes_of_nvidias_source() -> None:
     # Isaac-GR00T configs/model/gr00t_n1d6.py: state and action 29, no self-attention over features, the same 32-layer transformer;
     # its action head's attributes (model/gr00t_n1d6/gr00t_n1d6.py) are N1.7's without vl_self_attention.
+    # The released GR00T-N1.6-3B has 128 in place of 29 (see docs/groot.md); with state dropout there is one tensor more.
     sizes = GR00TN17Config(vl_self_attention_cfg={"num_layers": 0}, max_state_dim=29, max_action_dim=29, action_horizon=16)
     with torch.device("meta"):
         theirs, ours = GR00TN17ActionHead(sizes), ActionHead(N1_6_HEAD, 2048, 29, 29)

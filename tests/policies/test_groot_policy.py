@@ -23,6 +23,8 @@ from vla_rl.policies.groot.config import (
     GROOT_PRESETS,
     ActionHeadConfig,
     AttentionStackConfig,
+    EagleBackboneConfig,
+    EagleVisionConfig,
     GrootConfig,
     QwenBackboneConfig,
     QwenVisionConfig,
@@ -34,7 +36,7 @@ from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import SHIPPED_TOKENIZER, TOKENIZER_FILE
 
 Observe = Callable[..., list[Observation]]
-SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<img>", "</img>", "<IMG_CONTEXT>"]
 QWEN = QwenBackboneConfig(
     vision=QwenVisionConfig(image_size=32, width=16, depth=2, mlp_width=24, heads=2, positions=16, deepstack=(0,)),
     read_layer=2,
@@ -50,11 +52,30 @@ SMALL_HEAD = ActionHeadConfig(
     vl_attention=AttentionStackConfig(depth=1, heads=2, head_width=16), dit=AttentionStackConfig(depth=4, heads=2, head_width=16)
 )
 QWEN_POLICY = GrootConfig(backbone=QWEN, head=SMALL_HEAD, prompt_tokens=64, shift_pixels=1)
+EAGLE = EagleBackboneConfig(
+    vision=EagleVisionConfig(image_size=56, width=16, depth=2, mlp_width=24, heads=2, positions=9),
+    read_layer=2,
+    width=32,
+    mlp_width=48,
+    heads=4,
+    kv_heads=2,
+    head_width=8,
+    vocabulary=1024,
+)
+EAGLE_POLICY = GrootConfig(
+    backbone=EAGLE,
+    head=replace(SMALL_HEAD, vl_attention=replace(SMALL_HEAD.vl_attention, depth=0), mask_token=True),
+    prompt_tokens=128,
+    shift_pixels=1,
+    state_dropout=0.5,
+)
+LANGUAGE_POLICIES = {"qwen3_vl": QWEN_POLICY, "eagle3": EAGLE_POLICY}
+"""Small policies of N1.7's and N1.6's structure."""
 
 
 @pytest.fixture(scope="module")
 def qwen_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped tokenizer with Qwen3-VL's special tokens."""
+    """The shipped tokenizer with the special tokens of Qwen3-VL and Eagle."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = Tokenizer.from_file(str(SHIPPED_TOKENIZER / TOKENIZER_FILE))
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
@@ -82,12 +103,14 @@ def test_tiny_has_the_size_of_a_cpu() -> None:
         sizes = {name: sum(p.numel() for p in GrootModel(config, 2, 5).parameters()) for name, config in GROOT_PRESETS.items()}
     assert 2e6 <= sizes["tiny"] <= 6e6
     assert 3.0e9 < sizes["n1_7"] < 3.3e9
+    assert 2.9e9 < sizes["n1_6"] < 3.1e9
 
 
-def test_a_policy_on_qwen_acts_trains_and_comes_back_from_disk(
-    statistics: Statistics, observe: Observe, qwen_tokenizer: Path, tmp_path: Path
+@pytest.mark.parametrize("backbone", LANGUAGE_POLICIES)
+def test_a_policy_on_a_language_model_acts_trains_and_comes_back_from_disk(
+    backbone: str, statistics: Statistics, observe: Observe, qwen_tokenizer: Path, tmp_path: Path
 ) -> None:
-    policy = randomized(replace(QWEN_POLICY, tokenizer=str(qwen_tokenizer)), statistics)
+    policy = randomized(replace(LANGUAGE_POLICIES[backbone], tokenizer=str(qwen_tokenizer)), statistics)
     actions = np.zeros((2, 8, ACTION_DIM), np.float32)
     batch = policy.preprocess(observe(2), actions, np.ones((2, 8), bool))
     base = policy.act(batch, [1, 2]).actions_BCA
@@ -178,14 +201,14 @@ def test_without_turns_every_block_sees_all_real_tokens() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("backbone", ["conv", "qwen3_vl"])
+@pytest.mark.parametrize("backbone", ["conv", *LANGUAGE_POLICIES])
 def test_blocks_that_run_twice_get_the_whole_gradient_when_they_are_sharded(
     backbone: str, recompute: bool, statistics: Statistics, observe: Observe, qwen_tokenizer: Path
 ) -> None:
     """Blocks that attend to the features give keys and values once and attend later: FSDP and recomputation see two calls of one module."""
     language = replace(GROOT_PRESETS["tiny"].backbone.language, depth=2)  # pyright: ignore[reportAttributeAccessIssue]
     conv = replace(GROOT_PRESETS["tiny"], backbone=replace(GROOT_PRESETS["tiny"].backbone, language=language))
-    config = conv if backbone == "conv" else replace(QWEN_POLICY, tokenizer=str(qwen_tokenizer))
+    config = conv if backbone == "conv" else replace(LANGUAGE_POLICIES[backbone], tokenizer=str(qwen_tokenizer))
     plain, sharded = (randomized(config, statistics).train() for _ in range(2))
     batch = plain.preprocess(observe(4), np.zeros((4, 8, ACTION_DIM), np.float32), np.ones((4, 8), bool))
     sums = plain.sft_loss(batch, range(4))
@@ -241,6 +264,9 @@ def test_recipes_choose_a_backbone_by_its_kind() -> None:
         (lambda: QwenVisionConfig(image_size=250), r"image_size is 250, it must be a multiple of patch_size \* merge, which is 32"),
         (lambda: QwenVisionConfig(depth=6, deepstack=(5, 6)), r"deepstack is \[5, 6\]; every entry must be below depth, which is 6"),
         (lambda: QwenBackboneConfig(read_layer=2), r"read_layer is 2, it must be at least 1 .* vision\.deepstack layers, 3"),
+        (lambda: EagleVisionConfig(image_size=256), r"image_size is 256, it must be a multiple of patch_size \* merge, which is 28"),
+        (lambda: EagleVisionConfig(positions=200), "positions is 200, it must be the square of a whole number"),
+        (lambda: EagleBackboneConfig(read_layer=0), "read_layer is 0, it must be at least 1"),
         (lambda: QwenBackboneConfig(kv_heads=5), "heads is 16, it must be a multiple of kv_heads, which is 5"),
         (
             lambda: QwenBackboneConfig(rope_sections=(24, 20, 21)),

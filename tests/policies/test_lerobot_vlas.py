@@ -163,9 +163,16 @@ def test_a_missing_package_is_named_before_it_acts(folders: dict[str, Path], mon
 
 
 def test_relative_actions_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """NVIDIA's LIBERO policies have `use_relative_action` set, and no part to which it applies."""
     folder = shutil.copytree(folders["groot"], tmp_path / "groot")
     path = folder / "policy_postprocessor.json"
-    path.write_text(path.read_text().replace('"use_relative_action": false', '"use_relative_action": true'))
+    processor = json.loads(path.read_text())
+    decode = processor["steps"][0]["config"]
+    decode["use_relative_action"] = True
+    path.write_text(json.dumps(processor))
+    assert load_acting_policy(folder).spec.chunk_length == 9
+    decode["modality_config"]["action"]["action_configs"] = [{"rep": "RELATIVE", "type": "NON_EEF"}, *[{"rep": "ABSOLUTE"}] * 6]
+    path.write_text(json.dumps(processor))
     with pytest.raises(CheckpointError, match="actions are relative to the state"):
         load_acting_policy(folder)
     assert "relative to the state" in inspect_checkpoint(folder).problems[0]

@@ -64,7 +64,11 @@ def write_tokenizer(folder: Path) -> Path:
 
 def small_groot(statistics: Statistics, tokenizer: Path) -> GrootPolicy:
     """A policy of N1.7's structure, with random weights that bfloat16 holds."""
-    policy = make_policy(CONFIG, statistics, policy_spec(CONFIG, 32), tokenizer_folder=str(tokenizer)).eval()
+    return random_policy(CONFIG, statistics, tokenizer, resolution=32)
+
+
+def random_policy(config: GrootConfig, statistics: Statistics, tokenizer: Path, resolution: int) -> GrootPolicy:
+    policy = make_policy(config, statistics, policy_spec(config, resolution), tokenizer_folder=str(tokenizer)).eval()
     assert isinstance(policy, GrootPolicy)
     generator = torch.Generator().manual_seed(0)
     for parameter in policy.parameters():
@@ -207,7 +211,7 @@ def test_its_gripper_opens_where_the_envs_opens(folder: Path, statistics: Statis
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("config", {"model_type": "Gr00tN1d6"}, "Eagle backbone is not here"),
+        ("config", {"model_type": "Gr00tN1d6"}, "knows libero_sim; vla-rl acts as 'libero_panda'"),
         ("config", {"model_name": "nvidia/another-backbone"}, "its sizes are known for Cosmos-Reason2-2B"),
         ("processor_config", {"processor_kwargs": {"modality_configs": {"gr1": {}}}}, "knows gr1; vla-rl acts as 'libero_sim'"),
         ("embodiment_id", {"libero_sim": None}, "has no number for 'libero_sim'; it has new_embodiment"),
@@ -219,6 +223,20 @@ def test_what_a_folder_lacks_is_named(folder: Path, name: str, change: dict[str,
     values = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
     with pytest.raises(CheckpointError, match=said):
+        load_policy(folder)
+
+
+def test_nvidias_flags_are_read_as_its_processor_reads_them(folder: Path) -> None:
+    """Its LIBERO folders have `use_relative_action` without a relative part, and crop by `crop_fraction` (albumentations)."""
+    path = folder / "processor_config.json"
+    values = json.loads(path.read_text())
+    flags = {"use_relative_action": True, "use_albumentations": True, "crop_fraction": 0.95, "shortest_image_edge": 32}
+    values["processor_kwargs"] |= flags
+    path.write_text(json.dumps(values))
+    assert load_policy(folder).config.crop == 0.95
+    values["processor_kwargs"]["modality_configs"]["libero_sim"]["action"]["action_configs"] = [{"rep": "RELATIVE"}] * 7
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="actions are relative to the state"):
         load_policy(folder)
 
 
