@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from vla_rl.policies.augment import random_shift
 from vla_rl.policies.base import Batch, LossSums, PolicyOutput, PolicySpec, ScoredTransitions, TransitionBatch
 from vla_rl.policies.critic import Critic
 from vla_rl.policies.flow import Flow, RowNoise, row_noise
+from vla_rl.policies.flow_matching import matching_chain, matching_log_prob
 from vla_rl.policies.flow_stochastic import Chain, Exploration, chain_log_prob, sample_chain, stochastic_draws
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.noise_head import NoiseHead
@@ -83,6 +85,9 @@ class FlowPolicy(PolicyModule):
         prefix = self.encode(batch)
         if exploration is not None:
             chain = self._explore(prefix, batch, noise, noise_seeds, exploration)
+            if exploration.likelihood == "matching":
+                field = partial(self.velocity, prefix, batch)
+                chain = matching_chain(self.flow, field, chain.actions_BCA, noise_seeds, exploration.matching_draws, self.live_dims)
             value_B = None if self.critic is None else self._value(self.critic, prefix, batch)
             return PolicyOutput(chain.actions_BCA, chain.x_t_BKCA, chain.x_next_BKCA, chain.denoise_index_BK, chain.log_prob_BC, value_B)
         return PolicyOutput(
@@ -106,7 +111,7 @@ class FlowPolicy(PolicyModule):
         return _loss_sums(error_BCD, batch.action_mask_BC, batch.weight_B)
 
     def log_prob(self, batch: Batch, record: TransitionBatch, exploration: Exploration) -> ScoredTransitions:
-        """See `Policy.log_prob`. One velocity per recorded transition, over one prefix."""
+        """See `Policy.log_prob`. One velocity per recorded transition, or per draw of the flow-matching loss, over one prefix."""
         prefix = self.encode(batch)
         velocities: list[Tensor] = []
 
@@ -115,16 +120,23 @@ class FlowPolicy(PolicyModule):
             velocities.append(velocity_BCA)
             return velocity_BCA, raw_BCA
 
-        log_prob_BC, entropy_BC = chain_log_prob(
-            self.flow,
-            velocity,
-            record.x_t_BKCA,
-            record.x_next_BKCA,
-            record.denoise_index_BK,
-            self.config.denoise_steps,
-            exploration,
-            self.live_dims,
-        )
+        if exploration.likelihood == "matching":
+            draws = (record.x_next_BKCA, record.x_t_BKCA, record.denoise_index_BK)
+            log_prob_BC = matching_log_prob(
+                self.flow, lambda x_BCA, time_B: velocity(x_BCA, time_B)[0], *draws, exploration.matching_draws, self.live_dims
+            )
+            entropy_BC = torch.zeros_like(log_prob_BC)
+        else:
+            log_prob_BC, entropy_BC = chain_log_prob(
+                self.flow,
+                velocity,
+                record.x_t_BKCA,
+                record.x_next_BKCA,
+                record.denoise_index_BK,
+                self.config.denoise_steps,
+                exploration,
+                self.live_dims,
+            )
         value_B = None if self.critic is None else self._value(self.critic, prefix, batch)
         return ScoredTransitions(log_prob_BC, entropy_BC, torch.stack(velocities, 1), value_B)
 

@@ -58,6 +58,11 @@ class Exploration:
     noise_over: Literal["action", "chunk"] = "action"
     """`action`: each action of a chunk has noise of its own. `chunk`: one draw for all of its actions, which moves the hand sqrt(C)
     times as far for its size, and leaves C times fewer numbers in a likelihood."""
+    likelihood: Literal["chain", "matching"] = "chain"
+    """What a ratio is taken of. `chain`: the exact density of the recorded denoise steps. `matching`: the flow-matching loss at the actions
+    (`policies/flow_matching.py`), however they were sampled; not for `flow_noise`, whose spread it would not train."""
+    matching_draws: int = 8
+    """Times and noises at which that loss is taken; at least 1. The trainer evaluates one velocity for each."""
     noise_level: float = 0.5
     """a of `flow_sde`; above 0. Not used by `flow_noise`."""
     std_min: float = 0.08
@@ -73,6 +78,10 @@ class Exploration:
         for name in ("temperature", "reasoning_temperature"):
             if not getattr(self, name) > 0:
                 raise UserError(f"exploration.{name} is {getattr(self, name)}; set it above 0 (evaluation takes the likeliest tokens)")
+        if self.likelihood == "matching" and self.method != "flow_sde":
+            raise UserError(f"exploration.likelihood is 'matching' and exploration.method {self.method!r}; it belongs to 'flow_sde'")
+        if self.matching_draws < 1:
+            raise UserError(f"exploration.matching_draws is {self.matching_draws}; it must be at least 1")
         if not self.noise_level > 0:
             raise UserError(f"exploration.noise_level is {self.noise_level}; without noise there is no density: set it above 0")
         if not 0 < self.std_min <= self.std_max:
@@ -207,7 +216,9 @@ def chain_log_prob(
 
 
 def recorded_steps(exploration: Exploration, denoise_steps: int) -> int:
-    """K, how many transitions of a chunk have a density."""
+    """K, how many transitions of a chunk are recorded, or how many draws of the flow-matching loss."""
+    if exploration.likelihood == "matching":
+        return exploration.matching_draws
     return denoise_steps if exploration.stochastic_steps == "all" else 1
 
 

@@ -174,11 +174,12 @@ class FlowRecord:
     """What a learner needs to recompute the log-probability of a sampled chunk (normalised model space)."""
 
     x_t: Float32
-    """float32[K, C, A']: the states of the stochastic denoise transitions (K = 1, or the whole chain)."""
+    """float32[K, C, A']: the states of the stochastic denoise transitions (K = 1, or the whole chain); with the flow-matching likelihood
+    the noise of each draw."""
     x_next: Float32
-    """float32[K, C, A']: where each transition went, unclipped."""
+    """float32[K, C, A']: where each transition went, unclipped; with the flow-matching likelihood the actions, K times."""
     denoise_index: Int64
-    """int64[K]: which denoise steps these are."""
+    """int64[K]: which denoise steps, or times of the flow-matching loss, these are."""
     log_prob_C: Float32
     """float32[C]: per action, summed over the real action dimensions."""
 

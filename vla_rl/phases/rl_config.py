@@ -169,6 +169,11 @@ class RlConfig:
                 f"algorithm.kl.kind is {algorithm.kl.kind!r}, algorithm.distillation.kind {algorithm.distillation.kind!r}, and "
                 "exploration.method 'tokens': tokens have no velocity; use another kind"
             )
+        if self.exploration.likelihood == "matching" and algorithm.log_prob.denoise_steps == "mean":
+            raise ConfigError(
+                "exploration.likelihood is 'matching' and algorithm.log_prob.denoise_steps 'mean': it is a mean over its draws already; "
+                "set it to 'sum'"
+            )
         if self.exploration.method == "flow_sde" and algorithm.entropy_coefficient > 0:
             raise ConfigError(
                 f"algorithm.entropy_coefficient is {algorithm.entropy_coefficient} and exploration.method 'flow_sde', whose entropy no "
