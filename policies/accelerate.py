@@ -24,11 +24,15 @@ Precision = Literal["fp32", "bf16"]
 
 
 class BFloat16Policy:
-    """A policy whose weights are bfloat16 and whose matrix products are too; noise, time steps and actions stay float32."""
+    """A policy whose weights are bfloat16 and whose matrix products are too; noise, time steps and actions stay float32.
+
+    So do rotary frequencies, which are no weights: rounded, they turn a token at position 190 of the published sizes by up to 0.2 radians.
+    """
 
     def __init__(self, policy: PolicyModule) -> None:
-        self.spec = policy.spec
-        self._policy = policy.to(torch.bfloat16)
+        self.spec, self._policy = policy.spec, policy
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
     def preprocess(self, observations: Sequence[Observation]) -> Any:
         """The policy's own."""

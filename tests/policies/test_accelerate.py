@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from serving_policies import EchoPolicy
+from test_groot_policy import LANGUAGE_POLICIES
+from test_published_groot import write_tokenizer
 
 from vla_rl.config import ConfigError
 from vla_rl.episode import Observation
 from vla_rl.policies.accelerate import Precision, accelerate
+from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.flow_policy import FlowPolicy
 from vla_rl.policies.inference import answer
+from vla_rl.policies.statistics import Statistics
 
 Observe = Callable[..., list[Observation]]
 SEEDS = [1, 2]
@@ -63,6 +69,18 @@ def test_bfloat16_changes_actions_by_less_than_its_precision_promises(policy: Fl
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
     error = np.abs(low - plain)
     assert 0 < error.max() < 0.06 and error.mean() < 0.01, "actions lie in [-1, 1]"
+
+
+@pytest.mark.parametrize("backbone", LANGUAGE_POLICIES)
+def test_rotary_frequencies_stay_exact_in_bfloat16(backbone: str, statistics: Statistics, observe: Observe, tmp_path: Path) -> None:
+    config = replace(LANGUAGE_POLICIES[backbone], tokenizer=str(write_tokenizer(tmp_path / "tokenizer")))
+    policy = make_policy(config, statistics, policy_spec(config, resolution=64)).eval()
+    assert isinstance(policy, FlowPolicy)
+    before = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    chunk(policy, observe(2), precision="bf16")
+    after = dict(policy.named_buffers())
+    assert any("inv_freq" in name for name in before)
+    assert all(after[name].dtype == buffer.dtype and torch.equal(after[name], buffer) for name, buffer in before.items())
 
 
 def test_options_that_a_policy_does_not_have_are_named() -> None:
