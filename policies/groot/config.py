@@ -72,15 +72,9 @@ class QwenVisionConfig:
 
 
 @dataclass(frozen=True)
-class QwenBackboneConfig:
-    """Qwen3-VL through transformers, read before its last layers; the defaults are Cosmos-Reason2-2B's sizes as N1.7 reads it."""
+class QwenTextConfig:
+    """Sizes of a Qwen3 language model; the defaults are those of the 2B models that N1.7 and N1.6 read."""
 
-    kind: Literal["qwen3_vl"] = "qwen3_vl"
-    """Qwen3-VL's text and vision, of any size."""
-    vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
-    """The vision tower."""
-    read_layer: int = 16
-    """The language layer whose output, before any final norm, is the feature; layers above it do not exist. At least 1."""
     width: int = 2048
     """Model width of the language model, and of the features."""
     mlp_width: int = 6144
@@ -91,6 +85,22 @@ class QwenBackboneConfig:
     """Key and value heads; divides `heads`."""
     head_width: int = 128
     """Width of one head; even."""
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}, it must be a multiple of kv_heads, which is {self.kv_heads}")
+
+
+@dataclass(frozen=True)
+class QwenBackboneConfig(QwenTextConfig):
+    """Qwen3-VL through transformers, read before its last layers; the defaults are Cosmos-Reason2-2B's sizes as N1.7 reads it."""
+
+    kind: Literal["qwen3_vl"] = "qwen3_vl"
+    """Qwen3-VL's text and vision, of any size."""
+    vision: QwenVisionConfig = field(default_factory=QwenVisionConfig)
+    """The vision tower."""
+    read_layer: int = 16
+    """The language layer whose output, before any final norm, is the feature; layers above it do not exist. At least 1."""
     vocabulary: int = 151936
     """Rows of the token embedding."""
     rope_theta: float = 5_000_000.0
@@ -106,7 +116,7 @@ class QwenBackboneConfig:
                 f"read_layer is {self.read_layer}, it must be at least 1 and at least the number of vision.deepstack layers, "
                 f"{len(self.vision.deepstack)}"
             )
-        _check_groups(self.heads, self.kv_heads)
+        super().__post_init__()
         if 2 * sum(self.rope_sections) != self.head_width:
             raise ValueError(
                 f"rope_sections is {list(self.rope_sections)}; they must sum to half of head_width, which is {self.head_width}"
@@ -160,7 +170,7 @@ class EagleVisionConfig:
 
 
 @dataclass(frozen=True)
-class EagleBackboneConfig:
+class EagleBackboneConfig(QwenTextConfig):
     """Eagle 3 through transformers: SigLIP 2, a connector of two layers, and Qwen3 cut off above a layer; the defaults are N1.6's sizes."""
 
     kind: Literal["eagle3"] = "eagle3"
@@ -169,16 +179,6 @@ class EagleBackboneConfig:
     """The vision tower."""
     read_layer: int = 16
     """The language layer whose output, through the final norm, is the feature; layers above it do not exist. At least 1."""
-    width: int = 2048
-    """Model width of the language model, and of the features."""
-    mlp_width: int = 6144
-    """Hidden width of its gated MLPs."""
-    heads: int = 16
-    """Query heads."""
-    kv_heads: int = 8
-    """Key and value heads; divides `heads`."""
-    head_width: int = 128
-    """Width of one head; even."""
     vocabulary: int = 151680
     """Rows of the token embedding."""
     rope_theta: float = 1_000_000.0
@@ -191,7 +191,7 @@ class EagleBackboneConfig:
     def __post_init__(self) -> None:
         if self.read_layer < 1:
             raise ValueError(f"read_layer is {self.read_layer}, it must be at least 1")
-        _check_groups(self.heads, self.kv_heads)
+        super().__post_init__()
 
     @property
     def image_size(self) -> int:
@@ -202,11 +202,6 @@ class EagleBackboneConfig:
 def _check_grid(image_size: int, patch_size: int, merge: int) -> None:
     if image_size % (patch_size * merge):
         raise ValueError(f"image_size is {image_size}, it must be a multiple of patch_size * merge, which is {patch_size * merge}")
-
-
-def _check_groups(heads: int, kv_heads: int) -> None:
-    if heads % kv_heads:
-        raise ValueError(f"heads is {heads}, it must be a multiple of kv_heads, which is {kv_heads}")
 
 
 BackboneConfig = ConvBackboneConfig | QwenBackboneConfig | EagleBackboneConfig

@@ -20,6 +20,7 @@ from transformers import Qwen3Config, Qwen3Model, Siglip2VisionConfig, Siglip2Vi
 from vla_rl.policies.base import Batch
 from vla_rl.policies.groot.config import EagleBackboneConfig, EagleVisionConfig
 from vla_rl.policies.groot.features import Features
+from vla_rl.policies.groot.qwen_text import text_config
 
 _MAX_POSITIONS = 40_960
 """Longest sequence that the published rotary positions were made for; nothing is allocated for it."""
@@ -115,13 +116,7 @@ def _vision_config(vision: EagleVisionConfig) -> Siglip2VisionConfig:
 def _language_config(config: EagleBackboneConfig) -> Qwen3Config:
     return Qwen3Config.from_dict(
         {
-            "hidden_size": config.width,
-            "intermediate_size": config.mlp_width,
-            "num_hidden_layers": config.read_layer,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_width,
-            "vocab_size": config.vocabulary,
+            **text_config(config),
             "max_position_embeddings": _MAX_POSITIONS,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         }

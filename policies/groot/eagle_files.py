@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 
 from vla_rl.policies.groot.config import EagleBackboneConfig, EagleVisionConfig
 from vla_rl.policies.groot.policy import eagle_prompt
+from vla_rl.policies.groot.qwen_text import own_sizes
 from vla_rl.policies.lerobot_files import TOKENIZER_FOLDER
 from vla_rl.policies.published import CONFIG_FILE, read_json
 from vla_rl.policies.tensor_files import CheckpointError
@@ -64,13 +65,8 @@ def _sizes(eagle: Path, read_layer: int) -> EagleBackboneConfig:
             positions=vision["num_patches"],
         ),
         read_layer=read_layer,
-        width=text["hidden_size"],
-        mlp_width=text["intermediate_size"],
-        heads=text["num_attention_heads"],
-        kv_heads=text["num_key_value_heads"],
-        head_width=text["head_dim"],
-        vocabulary=text["vocab_size"],
         rope_theta=float(text["rope_theta"]),
+        **own_sizes(text),
     )
 
 

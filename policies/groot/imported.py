@@ -24,6 +24,7 @@ from vla_rl.policies.groot.config import (
     QwenVisionConfig,
 )
 from vla_rl.policies.groot.eagle_files import eagle_backbone
+from vla_rl.policies.groot.qwen_text import own_sizes
 from vla_rl.policies.lerobot_files import TOKENIZER_FOLDER
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.processor import Normalization
@@ -163,14 +164,9 @@ def _qwen(folder: Path, fields: Mapping[str, Any]) -> QwenBackboneConfig:
             deepstack=tuple(vision["deepstack_visual_indexes"]),
         ),
         read_layer=layer,
-        width=text["hidden_size"],
-        mlp_width=text["intermediate_size"],
-        heads=text["num_attention_heads"],
-        kv_heads=text["num_key_value_heads"],
-        head_width=text["head_dim"],
-        vocabulary=text["vocab_size"],
         rope_theta=float(rope["rope_theta"]),
         rope_sections=_three(rope["mrope_section"]),
+        **own_sizes(text),
     )
 
 

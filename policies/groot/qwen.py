@@ -16,6 +16,7 @@ from transformers import Qwen3VLConfig, Qwen3VLModel
 from vla_rl.policies.base import Batch
 from vla_rl.policies.groot.config import QwenBackboneConfig, QwenVisionConfig
 from vla_rl.policies.groot.features import Features
+from vla_rl.policies.groot.qwen_text import text_config
 
 _FRAMES = 2
 """Qwen3-VL's patches span two frames; a picture is shown twice."""
@@ -97,13 +98,7 @@ def _published_config(config: QwenBackboneConfig, image_token_id: int) -> Qwen3V
         {
             "image_token_id": image_token_id,
             "text_config": {
-                "hidden_size": config.width,
-                "intermediate_size": config.mlp_width,
-                "num_hidden_layers": config.read_layer,
-                "num_attention_heads": config.heads,
-                "num_key_value_heads": config.kv_heads,
-                "head_dim": config.head_width,
-                "vocab_size": config.vocabulary,
+                **text_config(config),
                 "max_position_embeddings": _MAX_POSITIONS,
                 "rope_parameters": {
                     "rope_type": "default",

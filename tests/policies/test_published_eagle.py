@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from published_folders import write_tensors
 from test_groot_policy import EAGLE
-from test_published_groot import HEAD, PARTS, nvidia_config, nvidia_statistics, random_policy, write_tokenizer
+from test_published_groot import HEAD, PARTS, check_weights_and_disk, nvidia_config, nvidia_statistics, random_policy, write_tokenizer
 
 from vla_rl.episode import VIEWS, Observation
-from vla_rl.policies.checkpoint import CheckpointError, load_policy, save_policy
+from vla_rl.policies.checkpoint import CheckpointError, load_policy
 from vla_rl.policies.groot.config import EAGLE_CHAT, AttentionStackConfig, GrootConfig
 from vla_rl.policies.groot.policy import GrootPolicy
 from vla_rl.policies.inspect import NOT_READ, inspect_checkpoint
@@ -117,15 +116,7 @@ def test_an_n1_6_folder_goes_in_out_and_in_again(folder: Path, original: GrootPo
     imported = load_policy(folder)
     assert imported.config == CONFIG, "sizes, prompt and crop from NVIDIA's files"
     assert (imported.spec.views, imported.spec.resolution, imported.spec.executed_horizon) == (VIEWS, 60, 8)
-    weights = imported.state_dict()
-    assert weights.keys() == original.state_dict().keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in original.state_dict().items())
-    save_policy(imported, tmp_path / "ours")
-    again = load_policy(tmp_path / "ours")
-    assert again.config == imported.config and again.processor.statistics == imported.processor.statistics
-    batch = imported.preprocess(observe(2, 60))
-    actions = [made.act(batch, [1, 2]).actions_BCA for made in (imported, again)]
-    assert torch.equal(*actions) and actions[0].abs().max() > 0
+    check_weights_and_disk(imported, original, observe(2, 60), tmp_path / "ours")
 
 
 def test_its_dry_run_lists_every_tensor(folder: Path, original: GrootPolicy) -> None:

@@ -21,6 +21,7 @@ from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.groot.config import ActionHeadConfig, AttentionStackConfig, GrootConfig
 from vla_rl.policies.groot.policy import GrootPolicy
 from vla_rl.policies.inspect import inspect_checkpoint
+from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.processor import Normalization
 from vla_rl.policies.statistics import ACTION, STATE, Statistics
 from vla_rl.policies.tokenizer import SHIPPED_TOKENIZER, TOKENIZER_FILE
@@ -174,20 +175,25 @@ def folder(statistics: Statistics, tmp_path: Path) -> Path:
     return tmp_path / "nvidia"
 
 
+def check_weights_and_disk(imported: PolicyModule, original: PolicyModule, observations: list[Observation], folder: Path) -> None:
+    """The imported weights are the original's, and a policy that goes to disk and back acts the same, bit for bit."""
+    weights = imported.state_dict()
+    assert weights.keys() == original.state_dict().keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in original.state_dict().items())
+    save_policy(imported, folder)
+    again = load_policy(folder)
+    assert again.config == imported.config and again.processor.statistics == imported.processor.statistics
+    batch = imported.preprocess(observations)
+    actions = [made.act(batch, [1, 2]).actions_BCA for made in (imported, again)]
+    assert torch.equal(*actions) and actions[0].abs().max() > 0
+
+
 def test_an_nvidia_folder_goes_in_out_and_in_again(folder: Path, statistics: Statistics, observe: Observe, tmp_path: Path) -> None:
     original = small_groot(statistics, tmp_path / "tokenizer")
     imported = load_policy(folder)
     assert imported.config == CONFIG, "sizes from NVIDIA's files"
     assert (imported.spec.views, imported.spec.resolution, imported.spec.executed_horizon) == (VIEWS, 32, 8)
-    weights = imported.state_dict()
-    assert weights.keys() == original.state_dict().keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in original.state_dict().items())
-    save_policy(imported, tmp_path / "ours")
-    again = load_policy(tmp_path / "ours")
-    assert again.config == imported.config and again.processor.statistics == imported.processor.statistics
-    batch = imported.preprocess(observe(2, 32))
-    actions = [made.act(batch, [1, 2]).actions_BCA for made in (imported, again)]
-    assert torch.equal(*actions) and actions[0].abs().max() > 0
+    check_weights_and_disk(imported, original, observe(2, 32), tmp_path / "ours")
     assert inspect_checkpoint(folder).problems == ()
 
 
