@@ -5,7 +5,6 @@ Shape legend: see `vla_rl/episode.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from vla_rl.datasets.lerobot_tables import rows_of_column
 from vla_rl.datasets.schema import IMAGE_KEYS, DatasetError
 from vla_rl.datasets.tally import vector_statistics
 from vla_rl.datasets.video import VideoFiles
+from vla_rl.telemetry.files import read_json
 
 RECORD_AGAIN = "record it again, or leave it out: vla-rl data filter --without-numbers"
 STATISTICS_TOLERANCE = 1e-3
@@ -118,7 +118,7 @@ def _stale(folder: Path, infos: Sequence[LeRobotInfo]) -> Iterator[Finding]:
     if not path.is_file():
         yield Finding("statistics", str(folder), f"{names.STATS_PATH} is missing", remedy)
         return
-    stored: dict[str, Any] = json.loads(path.read_text())
+    stored = read_json(path)
     layout = infos[0].layout
     for feature in (layout.state, layout.action):
         true = vector_statistics(all_rows(infos, feature))

@@ -153,7 +153,10 @@ def _videos(folder: Path, info: Mapping[str, Any], layout: Layout, row: Mapping[
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DatasetError(f"{path}: is missing; a v2 dataset has it")
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{path}: not JSON lines ({error}); it was cut off or overwritten, restore it from a copy") from error
 
 
 def _old_tasks(folder: Path) -> dict[int, str]:

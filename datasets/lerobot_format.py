@@ -24,6 +24,7 @@ from vla_rl.conventions import Conventions, Gripper, Orientation, Rotation
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.datasets.video import Codec, video_info
 from vla_rl.episode import ACTION_DIM, ROBOT_STATE_DIM, STATE_DIM, VIEW_AGENT, VIEW_WRIST, VIEWS
+from vla_rl.telemetry.files import read_json
 
 VERSION = "v3.0"
 """`codebase_version` that is written."""
@@ -159,7 +160,7 @@ def find_layout(folder: Path, info: Mapping[str, Any]) -> Layout:
     """
     path = folder / OURS_PATH
     if path.is_file():
-        declared = json.loads(path.read_text())
+        declared = read_json(path)
         conventions = Conventions.from_dict(declared["conventions"])
         return Layout(declared["format"], IMAGE_FEATURES, STATE, ACTION, conventions, declared["pictures"])
     features = info["features"]

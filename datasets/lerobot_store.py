@@ -11,7 +11,6 @@ the recipe's, by which this project's reader sorts them, so that what is trained
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -43,6 +42,7 @@ from vla_rl.datasets.schema import DatasetError
 from vla_rl.datasets.tally import Tally
 from vla_rl.datasets.video import join_videos
 from vla_rl.episode import Episode
+from vla_rl.telemetry.files import read_json
 
 STATISTICS_EVERY = 1.02
 """`meta/stats.json` is written again when the dataset has grown by this factor (and at the end): quantiles take all rows."""
@@ -158,7 +158,7 @@ class _State:
 
     def _require_same_pictures(self) -> None:
         path = self.folder / names.OURS_PATH
-        if self._rows and (there := json.loads(path.read_text())["pictures"]) != self._pictures:
+        if self._rows and (there := read_json(path)["pictures"]) != self._pictures:
             raise DatasetError(
                 f"{self.folder}: keeps pictures as {there}, not as {self._pictures}; use another folder, or pictures: {there}"
             )

@@ -5,7 +5,6 @@ Shape legend: see `vla_rl/episode.py`; R control steps of all episodes together.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from vla_rl.datasets.samples import EpisodeDataset
 from vla_rl.datasets.tally import Tally, count_values
 from vla_rl.episode import VIEWS
 from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
-from vla_rl.telemetry.files import write_json
+from vla_rl.telemetry.files import read_json, write_json
 
 
 def compute_statistics(dataset: EpisodeDataset) -> Statistics:
@@ -52,6 +51,6 @@ def dataset_statistics(infos: Sequence[EpisodeInfo], pictures: bool = False) -> 
 def write_statistics(folder: Path, statistics: dict[str, dict[str, Any]]) -> Path:
     """Put true statistics into `meta/stats.json` of a LeRobot folder; features that were not computed keep theirs."""
     path = folder / names.STATS_PATH
-    stored = json.loads(path.read_text()) if path.is_file() else {}
+    stored = read_json(path) if path.is_file() else {}
     write_json(path, stored | statistics)
     return path

@@ -6,7 +6,6 @@ of it. Runs are paired by `EpisodeSpec.key`, and refused if their protocols, env
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from vla_rl.errors import UserError
 from vla_rl.eval.protocol import protocol_differences
 from vla_rl.eval.results import EpisodeRow, Rate, finished_rows, read_rows
 from vla_rl.eval.statistics import Interval, mcnemar_exact, paired_difference_interval, paired_minimum_detectable_effect
+from vla_rl.telemetry.files import read_json
 
 
 class CompareError(UserError):
@@ -65,8 +65,10 @@ def load_run(path: Path) -> EvaluatedRun:
     """Read a finished evaluation. Raises CompareError if it is none, is incomplete, or has several outcomes of one spec."""
     summary_file = path / "summary.json"
     if not summary_file.is_file():
-        raise CompareError(f"{path} holds no finished evaluation (no summary.json); run `vla-rl eval` with that run_dir first")
-    summary = json.loads(summary_file.read_text())
+        raise CompareError(f"{path} holds no finished evaluation (no summary.json); {_below(path)}")
+    summary = read_json(summary_file)
+    if "protocol" not in summary:
+        raise CompareError(f"{path} is a run of another command, not an evaluation (no protocol in summary.json); {_below(path)}")
     if not summary["complete"]:
         missing = summary["missing"]
         raise CompareError(
@@ -78,6 +80,12 @@ def load_run(path: Path) -> EvaluatedRun:
     if len(rows) != len(finished):
         raise CompareError(f"{path} has several outcomes of one spec, in several conditions; evaluate each condition in a run of its own")
     return EvaluatedRun(path, summary, rows)
+
+
+def _below(path: Path) -> str:
+    """What to do with a folder that is no evaluation."""
+    evaluations = [str(file.parent) for file in sorted(path.glob("*/summary.json")) if "protocol" in read_json(file)]
+    return f"evaluations in it: {', '.join(evaluations)}" if evaluations else "run `vla-rl eval` with that run_dir first"
 
 
 def unlike(first: EvaluatedRun, second: EvaluatedRun) -> list[str]:

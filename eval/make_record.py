@@ -13,7 +13,6 @@ at which commit each condition was measured.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from vla_rl.config import nearest_name
+from vla_rl.config import nearest_name, read_yaml
 from vla_rl.eval.compare import EvaluatedRun, load_run
 from vla_rl.eval.record import RecordError, missed_bars, write_record
 from vla_rl.eval.results import EpisodeRow, Rate
-from vla_rl.telemetry.files import read_jsonl
+from vla_rl.telemetry.files import read_json, read_jsonl
 
 RESULTS = Path("docs/results")
 
@@ -54,7 +51,7 @@ def record_of_runs(
     measured = _rates(rows) | dict(metrics)
     measured["commits"] = kept.commits | {condition: _commit(run) for condition, run in evaluated.items()}
     measured["protocols"] = kept.protocols | {condition: _protocol(run) for condition, run in evaluated.items()}
-    recipe = kept.recipe | {label: yaml.safe_load((path / "config.yaml").read_text()) for label, path in {**recipes, **runs}.items()}
+    recipe = kept.recipe | {label: read_yaml(path / "config.yaml") for label, path in {**recipes, **runs}.items()}
     return write_record(name, command, recipe, measured, bars, [asdict(row) for row in rows], root)
 
 
@@ -73,13 +70,14 @@ def _kept(folder: Path, conditions: Sequence[str]) -> _Kept:
     """Those conditions of a record. Raises RecordError naming one that it does not have."""
     if not (folder / "record.json").is_file():
         raise RecordError(f"--keep {conditions[0]}: there is no record {folder} to keep it from")
-    record = json.loads((folder / "record.json").read_text())
+    record = read_json(folder / "record.json")
     rows = [EpisodeRow(**row) for row in read_jsonl(folder / "episodes.jsonl")]
-    there = list(record["metrics"]["protocols"])
+    there = list(record["metrics"].get("protocols", ()))
     for condition in conditions:
         if condition not in there:
             raise RecordError(
-                f"--keep {condition}: {folder} has no such condition{nearest_name(condition, there)}; it has {', '.join(there)}"
+                f"--keep {condition}: {folder} has no such condition"
+                + (nearest_name(condition, there) if there else "; it was not made from evaluations")
             )
     commits = record["metrics"].get("commits", {})
     return _Kept(
@@ -110,7 +108,7 @@ def _protocol(run: EvaluatedRun) -> dict[str, Any]:
 
 
 def _commit(run: EvaluatedRun) -> str:
-    return json.loads((run.path / "environment.json").read_text())["commit"]
+    return read_json(run.path / "environment.json")["commit"]
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -148,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipes = {name: Path(path) for name, path in map(_pair, given.recipe)}
     bars = _numbers(given.bar) | {name: {"at_most": value} for name, value in _numbers(given.bar_at_most).items()}
     folder = record_of_runs(given.name, given.command, runs, recipes, _numbers(given.metric), bars, given.root, given.keep)
-    missed = missed_bars(json.loads((folder / "record.json").read_text()))
+    missed = missed_bars(read_json(folder / "record.json"))
     print("\n".join([str(folder), *missed]))
     return 0
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from vla_rl.config import read_yaml
 from vla_rl.errors import UserError
 from vla_rl.eval.results import EpisodeRow, SuiteResult, finished_rows, read_rows, suite_results
-from vla_rl.telemetry.files import read_jsonl
+from vla_rl.telemetry.files import read_json, read_jsonl
 from vla_rl.telemetry.spans import leaf_shares
 
 STEP_KEYS = ("update", "step", "updates")
@@ -100,7 +98,7 @@ def _read_phase(run_dir: Path, folder: Path) -> Phase:
     return Phase(
         path=folder,
         name=str(folder.relative_to(run_dir)),
-        config=yaml.safe_load((folder / "config.yaml").read_text()) or {},
+        config=read_yaml(folder / "config.yaml"),
         environment=_read_json(folder / "environment.json"),
         summary=summary,
         rows=tuple(read_rows(folder / "episodes.jsonl")) if "protocol" in summary else (),
@@ -110,7 +108,7 @@ def _read_phase(run_dir: Path, folder: Path) -> Phase:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 Curve = list[tuple[float, float]]

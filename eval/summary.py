@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from vla_rl.eval.protocol import EvalProtocol, effective_protocol
 from vla_rl.eval.results import EpisodeRow, SuiteResult, finished_rows, suite_results
 from vla_rl.sim.base import EnvSpec
 from vla_rl.telemetry.environment import environment
+from vla_rl.telemetry.files import read_json
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def summary_of_finished(path: Path, planned: Sequence[Planned], rows: Sequence[E
     """The summary of an evaluation whose every spec has an outcome, with the blocks that its `summary.json` has; else None."""
     if not path.is_file():
         return None
-    written = json.loads(path.read_text())
+    written = read_json(path)
     summary = _summary(planned, rows, written["protocol"], written["env"], written["actor"])
     return summary if summary.complete else None
 

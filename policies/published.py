@@ -77,8 +77,19 @@ def detect_layout(folder: Path) -> Layout:
         return Layout.OPENPI
     raise CheckpointError(
         f"{folder} is no checkpoint that vla-rl knows: it holds no {OWN_FILE} (ours), no {CONFIG_FILE} with 'type' (LeRobot) or "
-        f"'model_type' {', '.join((*GROOT_TYPES, OPENVLA_TYPE))}, and no assets/*/{NORM_STATS_FILE} (openpi)"
+        f"'model_type' {', '.join((*GROOT_TYPES, OPENVLA_TYPE))}, and no assets/*/{NORM_STATS_FILE} (openpi){_policy_inside(folder)}"
     )
+
+
+def _policy_inside(folder: Path) -> str:
+    """The tail of an error message: where a run, or a training step of it, keeps the policy (ours, LeRobot's)."""
+    inside = [
+        path
+        for step in ("", "last", "checkpoints/last")
+        for name in ("policy", "pretrained_model")
+        if (path := folder / step / name).is_dir()
+    ]
+    return f"; did you mean {inside[0]}?" if inside else ""
 
 
 def published_policy(folder: Path) -> PolicyModule:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vla_rl.errors import UserError
-from vla_rl.telemetry.files import write_json
+from vla_rl.telemetry.files import read_json, write_json
 
 STATE = "observation.state"
 """LeRobot's key of `Observation.state`."""
@@ -154,4 +154,4 @@ class Statistics:
     @classmethod
     def load(cls, path: str | Path) -> Statistics:
         """Read what `save` wrote (or LeRobot's `stats.json`)."""
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        return cls.from_dict(read_json(path))

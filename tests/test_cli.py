@@ -16,6 +16,15 @@ def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in text for name in COMMANDS), "the usage text names every command"
 
 
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main([name, "--help"]) == 0
+    except SystemExit as end:  # argparse's way of having printed help
+        assert end.code == 0
+    assert f"{name} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -31,6 +40,7 @@ def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
             ["record", "x", "--command", "c", "--run", "after=no/such", "--bar", "success_rate=high"],
             "success_rate=high must end in a number",
         ),
+        (["collect", "configs/reach/collect.yaml", "--run-dir", "README.md/run"], "README.md/run'; a file is where a folder should be"),
         (["doctor", "--jsn"], "doctor takes only --json, not --jsn"),
     ],
 )

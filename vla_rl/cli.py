@@ -5,6 +5,7 @@ vla-rl doctor | collect | sft | rl | eval | serve | run | compare | report | rec
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -40,21 +41,56 @@ Starting a command again with the same run_dir resumes it."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 a result that falls short, 2 bad input, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in HELP:
         print(USAGE)
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in COMMANDS:
         print(f"vla-rl: no command {name!r}{nearest_name(name, list(COMMANDS))}", file=sys.stderr)
         return 2
+    if rest and rest[0] in HELP and name not in OWN_HELP:
+        print(command_help(name))
+        return 0
     try:
         return COMMANDS[name](rest)
     except (UserError, OSError) as error:
-        print(f"vla-rl {name}: {error}", file=sys.stderr)
+        print(f"vla-rl {name}: {error}{_remedy(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"vla-rl {name}: interrupted; start the same command again to go on", file=sys.stderr)
         return 130
+
+
+REMEDIES = {
+    errno.EADDRINUSE: "choose another port",
+    errno.ENOSPC: "free some room and start the same command again",
+    errno.EDQUOT: "free some room and start the same command again",
+    errno.ENOTDIR: "a file is where a folder should be; choose another folder",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place where you may read and write"),
+}
+"""What to do about an error of the operating system."""
+
+
+def _remedy(error: Exception) -> str:
+    """The tail of an error message."""
+    return f"; {REMEDIES[error.errno]}" if isinstance(error, OSError) and error.errno in REMEDIES else ""
+
+
+HELP = ("-h", "--help")
+OWN_HELP = ("data", "replay", "record")
+"""Commands that explain themselves; of the others the first argument is a file, which `--help` may follow."""
+
+
+def command_help(name: str) -> str:
+    """What a command is called with, from the usage text, and where its fields are listed."""
+    lines = USAGE.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"  {name} "))
+    length = next(n for n, line in enumerate(lines[start + 1 :], 1) if not line.startswith("    "))
+    more = {"bench": f"NAME is one of {', '.join(BENCHMARKS)}."}
+    if name in RECIPES or name == "serve":
+        what = "RECIPE" if name in RECIPES else "CHECKPOINT"
+        more[name] = f"'vla-rl {name} {what} --help' lists every field with its meaning; a key in a recipe is an option, --key value."
+    return "\n".join(["usage: vla-rl", *lines[start : start + length], *([more[name]] if name in more else [])])
 
 
 RECIPES = {

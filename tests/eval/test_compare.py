@@ -15,7 +15,7 @@ from vla_rl.eval.compare import CompareError, compare_rows, load_run, run_compar
 from vla_rl.eval.protocol import effective_protocol, get_protocol
 from vla_rl.eval.results import EpisodeRow, ResultError, row_of
 from vla_rl.eval.statistics import mcnemar_exact, paired_difference_interval
-from vla_rl.telemetry.files import append_jsonl
+from vla_rl.telemetry.files import DamagedFileError, append_jsonl
 
 MakeRun = Callable[..., Path]
 
@@ -100,6 +100,16 @@ def test_runs_that_are_no_result_are_refused(make_run: MakeRun, tmp_path: Path) 
     good = make_run("good", "ss")
     with pytest.raises(CompareError, match=r"nowhere holds no finished evaluation"):
         run_compare(good, tmp_path / "nowhere")
+    (tmp_path / "collected" / "eval").mkdir(parents=True)
+    (tmp_path / "collected" / "summary.json").write_text('{"planned": 3}')
+    with pytest.raises(CompareError, match=r"a run of another command, not an evaluation .* run `vla-rl eval`"):
+        run_compare(good, tmp_path / "collected")
+    (tmp_path / "collected" / "eval" / "summary.json").write_text('{"protocol": {}}')
+    with pytest.raises(CompareError, match=r"evaluations in it: .*collected/eval"):
+        run_compare(good, tmp_path / "collected")
+    (tmp_path / "collected" / "summary.json").write_text('{"plann')
+    with pytest.raises(DamagedFileError, match=r"collected/summary\.json: not JSON"):
+        run_compare(good, tmp_path / "collected")
     incomplete = make_run("incomplete", "s", change={"complete": False, "planned": 2, "missing": ["x | libero_object/0/benchmark:1/s0"]})
     with pytest.raises(CompareError, match=r"incomplete is incomplete: 1 of 2 specs.*benchmark:1"):
         run_compare(good, incomplete)

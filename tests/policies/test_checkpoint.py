@@ -24,6 +24,7 @@ from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.flow_policy import FlowPolicy
 from vla_rl.policies.pi0.config import PI0_PRESETS
 from vla_rl.policies.pi0.policy import Pi0Policy
+from vla_rl.policies.published import detect_layout
 from vla_rl.policies.statistics import Statistics, StatisticsError
 
 Observe = Callable[..., list[Observation]]
@@ -141,6 +142,13 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         load_policy(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no checkpoint that vla-rl knows: it holds no vla_rl\.json \(ours\)"):
         load_policy(tmp_path)
+
+
+@pytest.mark.parametrize("inside", ["policy", "last/policy", "checkpoints/last/policy", "checkpoints/last/pretrained_model"])
+def test_the_folder_of_a_run_names_the_policy_in_it(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "run" / inside).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=rf"; did you mean .*run/{inside}\?$"):
+        detect_layout(tmp_path / "run")
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])

@@ -46,15 +46,43 @@ def test_a_run_may_go_on_elsewhere(tmp_path: Path) -> None:
 
 
 def test_another_recipe_is_refused_and_every_difference_named(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path / "run", Recipe("run"))
+    RunDirectory.open(tmp_path / "run", Recipe("run")).metrics({"loss": 1.0})
     with pytest.raises(ConfigError, match=r"another recipe .*\n  seed: 0 -> 3\n  inner.lr: 0.001 -> 0.5\nUse another run_dir"):
         RunDirectory.open(tmp_path / "run", Recipe("run", seed=3, inner=Inner(0.5)))
 
 
 def test_a_run_goes_on_with_newer_code_where_new_fields_have_their_defaults(tmp_path: Path) -> None:
-    RunDirectory.open(tmp_path / "run", Recipe("run"))
+    RunDirectory.open(tmp_path / "run", Recipe("run")).metrics({"loss": 1.0})
     file = tmp_path / "run" / "config.yaml"
     file.write_text(yaml.safe_dump({"run_dir": "run", "inner": {}}))  # as written before seed, inner.lr and the others existed
     RunDirectory.open(tmp_path / "run", Recipe("run"))
     with pytest.raises(ConfigError, match=r"another recipe .*\n  inner.lr: 0.001 -> 0.5\nUse another run_dir"):
         RunDirectory.open(tmp_path / "run", Recipe("run", inner=Inner(0.5)))
+
+
+def test_a_start_that_recorded_nothing_binds_nobody(tmp_path: Path) -> None:
+    """As when a checkpoint was misspelt: the corrected recipe runs in the same directory, also of a pipeline with phases in it."""
+    for folder in (tmp_path / "run", tmp_path / "run" / "phase"):
+        RunDirectory.open(folder, Recipe("run"))
+        (folder / "spans.jsonl").write_text("{}\n")
+    RunDirectory.open(tmp_path / "run", Recipe("run", seed=3))
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 3
+    RunDirectory(tmp_path / "run" / "phase").metrics({"loss": 1.0})
+    with pytest.raises(ConfigError, match="another recipe"):
+        RunDirectory.open(tmp_path / "run", Recipe("run", seed=4))
+
+
+def test_keys_that_a_command_lets_change_are_kept_as_set_last(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "run", Recipe("run")).metrics({"loss": 1.0})
+    RunDirectory.open(tmp_path / "run", Recipe("run", inner=Inner(0.5)), free=("inner",))
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["inner"] == {"lr": 0.5}
+    with pytest.raises(ConfigError, match=r"another recipe .*\n  seed: 0 -> 1\nUse"):
+        RunDirectory.open(tmp_path / "run", Recipe("run", seed=1, inner=Inner(0.25)), free=("inner", "see"))
+
+
+@pytest.mark.parametrize("text", ["run_dir: [", "- run\n", "run_dir: run\nrun_dir: run\n", "\0"])
+def test_a_damaged_recipe_in_a_run_is_named(tmp_path: Path, text: str) -> None:
+    RunDirectory.open(tmp_path / "run", Recipe("run")).metrics({"loss": 1.0})
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"run/config\.yaml"):
+        RunDirectory.open(tmp_path / "run", Recipe("run"))

@@ -68,6 +68,17 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, default=_plain) + "\n")
 
 
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The mapping in a JSON file. Raises DamagedFileError for a file that holds none, OSError for one that is missing."""
+    try:
+        value = json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DamagedFileError(f"{path}: not JSON ({error}); it was cut off or overwritten, restore it from a copy") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{path}: holds a {type(value).__name__}, not a mapping; restore it from a copy")
+    return value
+
+
 def append_jsonl(path: str | Path, row: Mapping[str, Any]) -> None:
     """`append_rows` of one row."""
     append_rows(path, [row])

@@ -5,21 +5,22 @@ config.yaml  environment.json  metrics.jsonl  spans.jsonl  episodes.jsonl  video
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vla_rl.config import ConfigError, difference, to_plain, with_defaults
+from vla_rl.config import ConfigError, difference, read_yaml, to_plain, with_defaults
 from vla_rl.telemetry.environment import environment
 from vla_rl.telemetry.files import append_jsonl, write_json, write_text
 
 FREE_TO_CHANGE = ("run_dir", "show_progress", "cluster")
 """Top-level recipe fields that do not make a run another run: also where it runs, so that it can go on elsewhere."""
+BEFORE_RESULTS = ("config.yaml", "environment.json", "spans.jsonl", ".lock")
+"""What a start leaves before anything is recorded."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,21 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def open(cls, path: str | Path, config: Any) -> RunDirectory:
+    def open(cls, path: str | Path, config: Any, free: Sequence[str] = ()) -> RunDirectory:
         """Create the directory of a recipe, or reopen it to resume.
 
-        Writes `config.yaml` (resolved) and `environment.json`. Raises ConfigError naming every differing key
-        if the directory holds a run of another recipe.
+        Writes `config.yaml` (resolved) and `environment.json`. free: key paths of this recipe that may change when it goes on, beside
+        `FREE_TO_CHANGE`; `config.yaml` then says what was set last. A start that recorded nothing (a missing checkpoint, a port in
+        use) binds nobody: the corrected recipe takes its place.
+        Raises ConfigError naming every differing key if the directory holds a run of another recipe.
         """
         run = cls(Path(path))
         resolved = to_plain(config)
         config_file = run.path / "config.yaml"
-        if config_file.exists():
-            _require_same(run.path, with_defaults(config, yaml.safe_load(config_file.read_text())), resolved)
-        else:
+        known = config_file.exists() and _has_results(run.path)
+        if known:
+            _require_same(run.path, with_defaults(config, read_yaml(config_file)), resolved, (*FREE_TO_CHANGE, *free))
+        if not known or free:
             write_text(config_file, yaml.safe_dump(resolved, sort_keys=False))
         write_json(run.path / "environment.json", environment())
         return run
@@ -75,11 +79,20 @@ class RunDirectory:
         append_jsonl(self.metrics_file, {"time": time.time(), **row})
 
 
-def _require_same(path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    unlike = [line for line in difference(recorded, wanted) if re.split(r"[.:]", line)[0] not in FREE_TO_CHANGE]
+def _has_results(path: Path) -> bool:
+    """Whether anything was recorded, in the folder or, for a pipeline, in its phases' folders."""
+    return any(file.is_file() and file.name not in BEFORE_RESULTS for file in path.rglob("*"))
+
+
+def _require_same(path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any], free: Sequence[str]) -> None:
+    unlike = [line for line in difference(recorded, wanted) if not _is_free(line.partition(":")[0], free)]
     if unlike:
         raise ConfigError(
             f"{path} holds a run of another recipe (recorded -> now):\n  "
             + "\n  ".join(unlike)
             + "\nUse another run_dir, or the recorded recipe."
         )
+
+
+def _is_free(key_path: str, free: Sequence[str]) -> bool:
+    return any(key_path == name or key_path.startswith(name + ".") for name in free)
