@@ -10,14 +10,15 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from vla_rl.actors import scripted_actor
 from vla_rl.collection.config import CollectConfig
 from vla_rl.collection.corrected import corrected_episodes
-from vla_rl.collection.operators import PageOperator
-from vla_rl.collection.plan import noisy_expert, plan_demonstrations, provenance_of
+from vla_rl.collection.operators import PageOperator, ScriptedOperatorConfig
+from vla_rl.collection.plan import noisy_expert, plan_demonstrations, provenance_of, task_numbers
 from vla_rl.collection.recorder import Recorder, fill_frames
 from vla_rl.collection.session import record_session
 from vla_rl.datasets.collected import Store, collected_store
@@ -76,11 +77,12 @@ def run_collect(config: CollectConfig) -> int:
 def collect(config: CollectConfig, make_env: MakeEnv = make_env) -> CollectSummary:
     """Record what is missing of a recipe into `episodes/`, `episodes.jsonl` and `summary.json` of its run directory.
 
-    Raises ConfigError and SpecError for what the recipe cannot mean, DatasetError if another process records into the directory,
-    StorageError on a full disk.
+    Raises ConfigError and SpecError for what the recipe cannot mean, CheckpointError for a policy that is none, DatasetError if
+    another process records into the directory, StorageError on a full disk, PortTaken.
     """
     specs = plan_demonstrations(config)
-    run = RunDirectory.open(config.run_dir, config)
+    _require_policy(config)
+    run = RunDirectory.open(config.run_dir, config, free_to_change(config))
     store = collected_store(run.path, config.format, config.pictures, config.compression)
     started = time.perf_counter()
     open_span_log(run.spans_file, role="collect")
@@ -96,6 +98,30 @@ def collect(config: CollectConfig, make_env: MakeEnv = make_env) -> CollectSumma
     if config.libero_files and summary.complete and summary.episodes:
         merge([run.path / "episodes"], run.path / "libero")
     return summary
+
+
+def _require_policy(config: CollectConfig) -> None:
+    """Raise CheckpointError for a checkpoint that is none, before simulators start, which takes a while."""
+    if config.checkpoint is not None:
+        from vla_rl.policies.published import detect_layout, resolve_folder
+
+        detect_layout(resolve_folder(config.checkpoint))
+
+
+def free_to_change(config: CollectConfig) -> tuple[str, ...]:
+    """Key paths that may change when a run goes on, because the episodes that are there stay the recipe's.
+
+    How a person reaches the page and moves the arm; in how many processes environments run, unless a policy is corrected by the
+    script (the size of its batches may change the last bits); and more episodes, where only one task counts them.
+    """
+    person = isinstance(config.operator, PageOperator)
+    free = [f"operator.{field.name}" for field in fields(PageOperator) if field.name != "kind"] if person else []
+    if not isinstance(config.operator, ScriptedOperatorConfig):
+        free.append("pool")
+    rows = read_jsonl(Path(config.run_dir) / "episodes.jsonl")
+    if len(task_numbers(config)) == 1 and all(row["number"] < config.episodes_per_task for row in rows):
+        free.append("episodes_per_task")
+    return tuple(free)
 
 
 def _missing(config: CollectConfig, specs: Sequence[EpisodeSpec], run: RunDirectory, store: Store) -> list[int]:

@@ -181,6 +181,10 @@ class OperatedActor:
         recent = self._seats[env].log.periods_s[-RECENT_ACTIONS:] if env in self._seats else []
         return sum(recent) / len(recent) if len(recent) == RECENT_ACTIONS else None
 
+    def gripper_closes(self, env: int) -> bool:
+        """Whether the last executed action in `env` closed the gripper."""
+        return self._meters[env].gripper > 0
+
     def spec_of(self, env: int) -> EpisodeSpec | None:
         """What runs in `env`."""
         return self._seats[env].spec if env in self._seats else None

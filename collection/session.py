@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from vla_rl.collection.browser.messages import Command, Finish, Forget, Gripper, Message, Push, Seen
-from vla_rl.collection.browser.server import PageServer
+from vla_rl.collection.browser.server import PageServer, require_port
 from vla_rl.collection.config import CollectConfig
 from vla_rl.collection.control import Control, Driver, Refused
 from vla_rl.collection.corrected import acting_policy
@@ -245,6 +245,7 @@ def record_session(
     """
     operator = config.operator
     assert isinstance(operator, PageOperator)
+    require_port(operator)
     numbers = {spec.key: number for number, spec in enumerate(specs)}
     journal = Journal(run.path / "unfinished")
     unfinished = [number for number in journal.numbers() if number in set(missing)]
@@ -255,6 +256,7 @@ def record_session(
         board = Board(config, specs, store, run.episodes_file, set(range(len(specs))) - set(missing))
         session = Session(config, numbers, source, control, board)
         server = PageServer(session.say, board, operator, Joined, Left)
+        print(f"Starting the simulator ({2 * config.pool.workers} processes) ...", flush=True)
         pool = make_pool(config.pool, config.env, make_env)
         mirrors = make_pool(config.pool, replace(config.env, resolution=operator.resolution), make_env)
         watched = stack.enter_context(closing(WatchedPool(pool, mirrors, operator.views, server.show)))

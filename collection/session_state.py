@@ -156,6 +156,7 @@ class Board:
             "task": None if spec is None else spec.task,
             "prompt": "" if spec is None else instruction(self._config, spec),
             "scene": "" if spec is None else spec.init.partition(":")[2],
+            "gripper": "closed" if actor.gripper_closes(env) else "open",
             "rate": None if rate is None else round(rate, 1),
             "slow": rate is not None and rate < SLOW_RATIO * self.conventions.control_rate_hz,
             "last": self._last.get(env),

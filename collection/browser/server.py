@@ -7,7 +7,9 @@ comes from `Board` and `show`. Only text messages of the kinds in `messages.py` 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -49,6 +51,25 @@ Say = Callable[[str, Any, Callable[[str], None]], None]
 
 class PortTaken(UserError):
     """Nothing can listen where the recipe wants the page."""
+
+
+@contextmanager
+def _naming_port(operator: PageOperator) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f"{operator.host}:{operator.port}"
+        unknown = isinstance(error, socket.gaierror)
+        reason = error.strerror if unknown else os.strerror(error.errno or 0)  # asyncio's own text names the address once more
+        key = "host" if unknown or error.errno == errno.EADDRNOTAVAIL else "port"
+        raise PortTaken(f"the page cannot listen on {where} ({reason}); choose another with --operator.{key}") from error
+
+
+def require_port(operator: PageOperator) -> None:
+    """Raise PortTaken if nobody can listen where the recipe wants the page: for before the simulators start, which takes a while."""
+    with _naming_port(operator):
+        family = socket.AF_INET6 if ":" in operator.host else socket.AF_INET
+        socket.create_server((operator.host, operator.port), family=family).close()
 
 
 @dataclass
@@ -114,11 +135,8 @@ class PageServer:
     async def _listen(self, runner: web.AppRunner) -> None:
         await runner.setup()
         site = web.TCPSite(runner, self._operator.host, self._operator.port)
-        try:
+        with _naming_port(self._operator):
             await site.start()
-        except OSError as error:
-            where = f"{self._operator.host}:{self._operator.port}"
-            raise PortTaken(f"the page cannot listen on {where} ({error.strerror}); set operator.port to another, or 0") from error
         port = runner.addresses[0][1]
         everywhere = self._operator.host in ("0.0.0.0", "::")
         name = "localhost" if self._access.local else socket.gethostname() if everywhere else self._operator.host

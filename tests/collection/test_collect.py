@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +18,9 @@ import yaml
 
 from vla_rl.cli import main
 from vla_rl.collection import collect as collect_module
-from vla_rl.collection.collect import CollectConfig, collect, run_collect
+from vla_rl.collection.browser.server import PortTaken
+from vla_rl.collection.collect import CollectConfig, collect, free_to_change, run_collect
+from vla_rl.collection.operators import PageOperator, ReplayOperator, ScriptedOperatorConfig
 from vla_rl.collection.plan import action_noise, plan_demonstrations
 from vla_rl.config import ConfigError, build, to_plain
 from vla_rl.datasets.episodes import load_episode
@@ -26,6 +29,8 @@ from vla_rl.datasets.lerobot_store import LeRobotStore
 from vla_rl.datasets.loader import DataConfig, open_datasets
 from vla_rl.datasets.store import EpisodeStore, list_episodes
 from vla_rl.episode import SPLITS, Episode
+from vla_rl.policies.published import CheckpointError
+from vla_rl.sim.base import Env
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_jsonl
 
@@ -255,5 +260,40 @@ def test_a_second_recorder_and_another_recipe_are_refused(reach_recipe: Recipe) 
     config = reach_recipe()
     with EpisodeStore(Path(config.run_dir) / "episodes").writing(), pytest.raises(ValueError, match="another process is recording"):
         collect(config)
+    collect(config)
     with pytest.raises(ConfigError, match=r"holds a run of another recipe.*\n.*frame_every"):
         collect(reach_recipe(frame_every=2))
+
+
+def test_a_run_goes_on_with_more_episodes_and_other_workers(reach_recipe: Recipe) -> None:
+    """Fewer episodes than there are is another recipe, and so is more of several tasks, where every number would move."""
+    first = collect(reach_recipe(tasks=(0,), episodes_per_task=2))
+    more = collect(reach_recipe(tasks=(0,), episodes_per_task=3, pool=PoolConfig("serial", workers=1)))
+    assert (first.planned, more.planned, more.finished, more.recorded_now) == (2, 3, 3, 1)
+    with pytest.raises(ConfigError, match="episodes_per_task: 3 -> 1"):
+        collect(reach_recipe(tasks=(0,), episodes_per_task=1))
+
+
+def test_a_page_may_move_to_another_port(reach_recipe: Recipe) -> None:
+    free = free_to_change(reach_recipe(operator=PageOperator("page")))
+    assert {"operator.port", "operator.host", "operator.shaping", "pool"} <= set(free) and "operator.kind" not in free
+    config = reach_recipe(operator=ReplayOperator("replay", "elsewhere"))
+    assert "operator.dataset" not in free_to_change(config)
+
+
+def test_a_missing_policy_is_found_before_anything_starts(reach_recipe: Recipe, tmp_path: Path) -> None:
+    config = reach_recipe(checkpoint=str(tmp_path / "none"), operator=ScriptedOperatorConfig("scripted"))
+    with pytest.raises(CheckpointError, match="none is not a folder; give a checkpoint's policy folder"):
+        collect(config, make_env=_no_env)
+    assert not Path(config.run_dir).exists()
+
+
+def test_a_port_in_use_is_found_before_anything_starts(reach_recipe: Recipe) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken, match=rf"127.0.0.1:{port} \(Address already in use\); choose another with --operator.port"):
+            collect(reach_recipe(operator=PageOperator("page", port=port)), make_env=_no_env)
+
+
+def _no_env(*_: object) -> Env:
+    raise AssertionError("no simulator may start")

@@ -59,9 +59,14 @@ async def play(run: Path, folder: Path) -> dict[str, Any]:
         await hold(tab, "KeyD", 5)
         await tab.load("Page.reload")
         await tab.until("state && state.envs[0].holder === 'ada' && state.envs[0].driver === 'waiting' && state.envs[0].step >= 4")
+        await tab.press("KeyH")
+        assert await tab.run("document.querySelector('#help').open && document.activeElement.textContent") == "Close"
+        await tab.press("KeyH")
+        assert not await tab.run("document.querySelector('#help').open"), "the key that opens the help closes it"
         await take_over(tab)
         await tab.press("Space")
         await hold(tab, "KeyE", 5)
+        await tab.until("state.envs[0].gripper === 'closed'")
         await tab.press("Digit2")
         await tab.until("state.envs[0].running && state.envs[0].step === 0 && state.envs[0].last")
         await tab.press("KeyZ")
