@@ -49,7 +49,7 @@ def test_reaching_lifting_carrying_and_letting_go() -> None:
         )
     )
     above = np.array([0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    expected = above + [-1.5 - 2.0, -0.15 - 2.0, -2.0, 0.5 - 2.0, 1.0 - 1.0, 1.0, 1.0 - 0.8, -0.3 - 1.0]
+    expected = above + np.array([-1.5 - 2.0, -0.15 - 2.0, -2.0, 0.5 - 2.0, 1.0 - 1.0, 1.0, 1.0 - 0.8, -0.3 - 1.0])
     np.testing.assert_allclose(measured, expected, atol=1e-12)  # float64 sums of a few terms
 
 
