@@ -9,7 +9,8 @@ from typing import Literal
 from vla_rl.collection.control import AbsenceRule
 from vla_rl.collection.devices.base import Shaping
 from vla_rl.collection.devices.scripted import Switching
-from vla_rl.episode import VIEW_AGENT
+from vla_rl.config import nearest_name
+from vla_rl.episode import VIEW_AGENT, VIEWS
 
 DEFAULT_BINDINGS: Mapping[str, str] = {
     "forward": "KeyW", "back": "KeyS", "left": "KeyA", "right": "KeyD", "up": "KeyE", "down": "KeyQ",
@@ -58,12 +59,13 @@ class PageOperator:
             raise ValueError(f"idle_steps is {self.idle_steps}, must be at least 1")
         if not self.views:
             raise ValueError("views is empty; the page must show at least one camera")
+        for view in self.views:
+            if view not in VIEWS:
+                raise ValueError(f"views has {view!r}{nearest_name(view, VIEWS)}")
         self.keys()
 
     def keys(self) -> dict[str, str]:
         """Command -> key code. Raises ValueError for a command that does not exist or a key that is bound twice."""
-        from vla_rl.config import nearest_name
-
         keys = dict(DEFAULT_BINDINGS)
         for binding in self.bindings:
             command, _, code = binding.partition("=")

@@ -14,7 +14,7 @@ from vla_rl.collection.config import CollectConfig
 from vla_rl.collection.control import Control
 from vla_rl.collection.operated_actor import OperatedActor
 from vla_rl.collection.plan import instruction
-from vla_rl.collection.takes import Written, film_of
+from vla_rl.collection.takes import Written, counts, film_of
 from vla_rl.conventions import Conventions, Orientation
 from vla_rl.datasets.collected import Store
 from vla_rl.datasets.schema import reorient
@@ -87,8 +87,11 @@ class Board:
         self.on_change()
 
     def ended(self, env: int, episode: Episode) -> None:
-        """A take ended in `env`."""
-        self._last[env] = {"outcome": episode.outcome.value, "reason": episode.reason}
+        """A take ended in `env`. One that was given up without a word about it (skipped, undone) says nothing about success."""
+        if counts(episode):
+            self._last[env] = {"outcome": episode.outcome.value, "reason": episode.reason}
+        else:
+            self._last.pop(env, None)
         self.changed = True
 
     def note(self, text: str) -> None:
@@ -109,11 +112,12 @@ class Board:
         self.changed = True
 
     def forget(self, number: int) -> None:
-        """An episode was taken back; in the writer's thread."""
+        """An episode was taken back: its newest card goes, whether it was kept or had failed; in the writer's thread."""
         with self._lock:
             self._recorded.discard(number)
             self._films.pop(number, None)
-            self._cards = [card for card in self._cards if card.number != number or not card.kept]
+            newest = max((place for place, card in enumerate(self._cards) if card.number == number), default=None)
+            self._cards = [card for place, card in enumerate(self._cards) if place != newest]
         self.changed = True
 
     def spec_of(self, number: int) -> EpisodeSpec | None:

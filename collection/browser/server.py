@@ -59,9 +59,9 @@ def _naming_port(operator: PageOperator) -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{operator.host}:{operator.port}"
-        unknown = isinstance(error, socket.gaierror)
-        reason = error.strerror if unknown else os.strerror(error.errno or 0)  # asyncio's own text names the address once more
-        key = "host" if unknown or error.errno == errno.EADDRNOTAVAIL else "port"
+        number = error.errno or 0  # below 0: of getaddrinfo, which does not know the host
+        reason = str(error.strerror).partition(" (while")[0] if number < 0 else os.strerror(number)  # their text has the address again
+        key = "host" if number < 0 or number == errno.EADDRNOTAVAIL else "port"
         raise PortTaken(f"the page cannot listen on {where} ({reason}); choose another with --operator.{key}") from error
 
 

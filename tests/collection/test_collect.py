@@ -241,6 +241,9 @@ def test_all_goals_show_one_scene_once_per_prompt(reach_recipe: Recipe) -> None:
         ({"format": "both"}, "format is 'both' and frame_every 3; LeRobot has a picture in every row"),
         ({"format": "lerobot", "frame_every": 1, "libero_files": True}, "libero_files needs the HDF5 files"),
         ({"suite": "libero_10", "tasks": [2]}, "no scripted expert"),
+        ({"operator": {"kind": "page", "views": ["imag"]}}, "operator: views has 'imag'; did you mean 'image'"),
+        ({"operator": {"kind": "page", "bindings": ["forward=KeyE"]}}, "operator: bindings give KeyE to two commands"),
+        ({"operator": {"kind": "page", "device": "lerobot"}}, "device 'lerobot' needs its type name"),
     ],
 )
 def test_bad_recipes_are_one_clear_error(
@@ -293,6 +296,12 @@ def test_a_port_in_use_is_found_before_anything_starts(reach_recipe: Recipe) -> 
         port = taken.getsockname()[1]
         with pytest.raises(PortTaken, match=rf"127.0.0.1:{port} \(Address already in use\); choose another with --operator.port"):
             collect(reach_recipe(operator=PageOperator("page", port=port)), make_env=_no_env)
+
+
+def test_a_host_that_is_none_is_found_before_anything_starts(reach_recipe: Recipe) -> None:
+    """192.0.2.1 is for documentation (RFC 5737), no machine's own."""
+    with pytest.raises(PortTaken, match=r"192.0.2.1:0 \(Cannot assign requested address\); choose another with --operator.host"):
+        collect(reach_recipe(operator=PageOperator("page", host="192.0.2.1", port=0)), make_env=_no_env)
 
 
 def _no_env(*_: object) -> Env:

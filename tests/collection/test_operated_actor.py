@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +17,17 @@ import pytest
 from vla_rl.actors import ActorNeeds
 from vla_rl.bell import Bell
 from vla_rl.collection.config import CollectConfig
-from vla_rl.collection.control import Control, Driver
+from vla_rl.collection.control import UNDONE, Control, Driver
 from vla_rl.collection.devices.base import Event, Reading
 from vla_rl.collection.devices.scripted import ScriptedOperator, Switching
 from vla_rl.collection.operated_actor import RECENT_ACTIONS, SCRIPT, OperatedActor
 from vla_rl.collection.operators import PageOperator
 from vla_rl.collection.session_state import Board
-from vla_rl.collection.takes import chunks_of
+from vla_rl.collection.takes import Written, chunks_of
 from vla_rl.collection.watched_pool import Picture, WatchedPool
 from vla_rl.datasets.store import EpisodeStore
 from vla_rl.episode import VIEWS, ActionChunk, Episode, EpisodeSpec, Observation, Outcome, StepProtocol
+from vla_rl.eval.results import row_of
 from vla_rl.rollout import ListSource, look_of, run_episodes
 from vla_rl.sim.base import ChunkReply, EnvConfig
 from vla_rl.sim.pool import PoolConfig, make_pool
@@ -274,3 +276,27 @@ def test_a_slow_simulator_slows_time_down_and_the_page_says_so(monkeypatch: pyte
     (episode,) = table.episodes(SPECS[:1])
     assert min(table.actor.logs[episode.spec.key].periods_s) >= 0.079
     assert views[0]["slow"] and 8 < views[0]["rate"] < 12.6
+
+
+def test_an_undo_takes_the_newest_card_away_and_the_light_says_nothing(tmp_path: Path) -> None:
+    """A scene that failed twice, the second time by mistake; then the take that began in its place is given up."""
+    table = Table(None, False, {"ada": Hand()}, envs=1)
+    table.at(0, 0, lambda: table.control.take_over(0, "ada"))
+    table.at(0, 2, lambda: table.control.judge(0, "ada", Outcome.FAILURE))
+    (failed,) = table.episodes(SPECS[:1])
+    config = CollectConfig(str(tmp_path), "reach", (0,), 1, env=EnvConfig("reach", resolution=32), operator=PageOperator("page"))
+    board = Board(config, SPECS[:1], EpisodeStore(tmp_path), tmp_path / "episodes.jsonl", ())
+
+    def shown() -> tuple[int, Any]:
+        board.changed = True
+        board.publish(table.control, table.actor, 0)
+        return len(board.snapshot["episodes"]), board.snapshot["envs"][0]["last"]
+
+    row = row_of(failed, condition="collect")
+    for _ in range(2):
+        board.ended(0, failed)
+        board.written(Written(0, failed.spec, row, False, []))
+    assert shown() == (2, {"outcome": "failure", "reason": "operator"})
+    board.forget(0)
+    board.ended(0, replace(failed, outcome=Outcome.DISCARDED, reason=UNDONE))
+    assert shown() == (1, None)
