@@ -24,7 +24,7 @@ from vla_rl.datasets.lerobot_tables import rows_of_column
 from vla_rl.datasets.schema import IMAGE_KEYS, DatasetError
 from vla_rl.datasets.tally import vector_statistics
 from vla_rl.datasets.video import VideoFiles
-from vla_rl.telemetry.files import read_json
+from vla_rl.telemetry.files import DamagedFileError, read_json
 
 RECORD_AGAIN = "record it again, or leave it out: vla-rl data filter --without-numbers"
 STATISTICS_TOLERANCE = 1e-3
@@ -118,7 +118,11 @@ def _stale(folder: Path, infos: Sequence[LeRobotInfo]) -> Iterator[Finding]:
     if not path.is_file():
         yield Finding("statistics", str(folder), f"{names.STATS_PATH} is missing", remedy)
         return
-    stored = read_json(path)
+    try:
+        stored = read_json(path)
+    except DamagedFileError as error:
+        yield Finding("statistics", str(folder), str(error), f"delete it and {remedy}")
+        return
     layout = infos[0].layout
     for feature in (layout.state, layout.action):
         true = vector_statistics(all_rows(infos, feature))

@@ -6,7 +6,8 @@ Folders of v2.0 and v2.1 (one file per episode, JSON lines) are catalogued into 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,27 @@ def open_catalog(folder: str | Path) -> Catalog:
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """A parquet file. Raises DatasetError naming a file that is missing or damaged, or lacks a column."""
-    try:
+    with _naming_damage(path):
         table = pq.read_table(path, columns=list(columns) if columns is not None else None)
+    missing = [name for name in columns or () if name not in table.column_names]
+    if missing:
+        raise DatasetError(f"{path}: lacks column {', '.join(missing)}; it has {', '.join(_column_names(path))}")
+    return table
+
+
+def _column_names(path: Path) -> list[str]:
+    with _naming_damage(path):
+        return pq.read_schema(path).names
+
+
+@contextmanager
+def _naming_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise DatasetError(f"{path}: is missing; restore it, or the dataset is not whole") from error
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{path}: not a whole parquet file ({error}); restore it, or record or convert again") from error
-    missing = [name for name in columns or () if name not in table.column_names]
-    if missing:
-        raise DatasetError(f"{path}: lacks column {', '.join(missing)}; it has {', '.join(pq.read_schema(path).names)}")
-    return table
 
 
 def read_tasks(folder: Path) -> dict[int, str]:
@@ -105,7 +117,7 @@ def read_episode_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of `meta/episodes` without statistics, by `episode_index`."""
     rows: list[dict[str, Any]] = []
     for path in sorted((folder / "meta/episodes").glob("chunk-*/file-*.parquet")):
-        kept = [name for name in pq.read_schema(path).names if not name.startswith("stats/")]
+        kept = [name for name in _column_names(path) if not name.startswith("stats/")]
         rows += read_table(path, kept).to_pylist()
     return sorted(rows, key=lambda row: row["episode_index"])
 

@@ -223,7 +223,12 @@ LEROBOT_FAULTS: list[tuple[str, str, Spoil]] = [
     ("statistics", r"q99 of action\[0\] is 0\.123, over all rows it is", lambda f: edit_stats(f, "q99", lambda v: [0.123, *v[1:]])),
     ("statistics", r"action was computed over 5 rows, the dataset has", lambda f: edit_stats(f, "count", lambda v: [5])),
     ("statistics", r"meta/stats\.json is missing", lambda f: (f / "meta/stats.json").unlink()),
+    ("statistics", r"meta/stats\.json: not JSON(?s:.)*-> delete it and write true ones", lambda f: cut(f / "meta/stats.json")),
 ]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
 
 
 def edit_stats(folder: Path, kind: str, change: Callable[[list], list]) -> None:

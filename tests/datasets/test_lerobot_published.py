@@ -289,6 +289,10 @@ def test_damaged_folders_are_named(published: dict[str, Path], tmp_path: Path) -
     dataset = EpisodeDataset(list_episodes([broken]))
     with pytest.raises(DatasetError, match=r"file-000\.mp4: not a readable video"):
         next(dataset.sequential(1, 1))
+    (rows,) = (broken / "meta/episodes").rglob("*.parquet")
+    rows.write_bytes(rows.read_bytes()[:-50])
+    with pytest.raises(DatasetError, match=r"meta/episodes/chunk-000/file-000\.parquet: not a whole parquet file"):
+        open_catalog(broken)
     (broken / "meta/info.json").write_text("{")
     with pytest.raises(DatasetError, match=r"info\.json: not JSON"):
         open_catalog(broken)
