@@ -24,7 +24,7 @@ USAGE = """usage: vla-rl COMMAND ...
   rl RECIPE [--key value]          reinforcement learning of a saved policy; --dry-run prints placement, batches and memory
   eval RECIPE [--key value]        LIBERO evaluation
   serve CHECKPOINT [--key value]   a policy for others to ask: openpi's websocket or GR00T's ZMQ protocol
-  compare RUN_A RUN_B              paired statistics of two evaluations
+  compare RUN_A RUN_B              paired statistics of two evaluations; --allow-unlike: although their protocols differ
   run RECIPE [--key value]         a pipeline: collect, SFT, evaluation ... in order, each resumable
   data inspect|check|convert|stats|filter|merge DATASET ...
                                    look at datasets, find faults, change their format (`data --help`)
@@ -90,7 +90,8 @@ def command_help(name: str) -> str:
     if name in RECIPES or name == "serve":
         what = "RECIPE" if name in RECIPES else "CHECKPOINT"
         more[name] = f"'vla-rl {name} {what} --help' lists every field with its meaning; a key in a recipe is an option, --key value."
-    return "\n".join(["usage: vla-rl", *lines[start : start + length], *([more[name]] if name in more else [])])
+    usage = ["usage: vla-rl " + lines[start].strip(), *lines[start + 1 : start + length]]
+    return "\n".join([*usage, *([more[name]] if name in more else [])])
 
 
 RECIPES = {

@@ -64,7 +64,8 @@ def test_a_start_that_recorded_nothing_binds_nobody(tmp_path: Path) -> None:
     """As when a checkpoint was misspelt: the corrected recipe runs in the same directory, also of a pipeline with phases in it."""
     for folder in (tmp_path / "run", tmp_path / "run" / "phase"):
         RunDirectory.open(folder, Recipe("run"))
-        (folder / "spans.jsonl").write_text("{}\n")
+        for name in ("spans.jsonl", "trainer_0.log", ".lock"):
+            (folder / name).write_text("{}\n")
     RunDirectory.open(tmp_path / "run", Recipe("run", seed=3))
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 3
     RunDirectory(tmp_path / "run" / "phase").metrics({"loss": 1.0})

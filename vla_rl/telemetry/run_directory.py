@@ -19,8 +19,8 @@ from vla_rl.telemetry.files import append_jsonl, write_json, write_text
 
 FREE_TO_CHANGE = ("run_dir", "show_progress", "cluster")
 """Top-level recipe fields that do not make a run another run: also where it runs, so that it can go on elsewhere."""
-BEFORE_RESULTS = ("config.yaml", "environment.json", "spans.jsonl", ".lock")
-"""What a start leaves before anything is recorded."""
+BEFORE_RESULTS = ("config.yaml", "environment.json", "spans.jsonl")
+"""What a start leaves before anything is recorded, beside logs of roles (`*.log`) and hidden files (locks, temporary names)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class RunDirectory:
 
 def _has_results(path: Path) -> bool:
     """Whether anything was recorded, in the folder or, for a pipeline, in its phases' folders."""
-    return any(file.is_file() and file.name not in BEFORE_RESULTS for file in path.rglob("*"))
+    files = (file for file in path.rglob("*") if file.is_file())
+    return any(file.name not in BEFORE_RESULTS and file.suffix != ".log" and not file.name.startswith(".") for file in files)
 
 
 def _require_same(path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any], free: Sequence[str]) -> None:
