@@ -131,6 +131,8 @@ def test_another_seed_sees_other_scenes(straight: RlConfig, initial: Path, tmp_p
     ("algorithm", "changes"),
     [
         (PPO, {"exploration": Exploration(stochastic_steps="all")}),
+        (PPO, {"exploration": Exploration(likelihood="matching", matching_draws=3)}),
+        (PPO, {"exploration": Exploration("flow_noise", "last", "chunk")}),
         (replace(PPO, entropy_coefficient=0.01), {"exploration": Exploration("flow_noise", "all")}),
         (replace(PPO, log_prob=replace(PPO.log_prob, unit="action"), aggregation="episode_mean"), {}),
         (replace(PPO, old_log_prob="recompute"), {}),
@@ -140,7 +142,7 @@ def test_another_seed_sees_other_scenes(straight: RlConfig, initial: Path, tmp_p
         (GRPO, {"gradient_noise_every": 1, "gradient_noise_parts": 2}),
         (replace(GRPO, advantage="leave_one_out"), {}),
     ],
-    ids=["whole-chain", "flow-noise", "per-action", "recompute", "kl-loss", "kl-reward", "kl-velocity", "grpo", "rloo"],
+    ids=["whole-chain", "matching", "last-step-over-chunk", "flow-noise", "per-action", "recompute", "kl-loss", "kl-reward", "kl-velocity", "grpo", "rloo"],
 )
 def test_every_choice_takes_a_step(algorithm: AlgorithmConfig, changes: dict[str, Any], initial: Path, tmp_path: Path) -> None:
     config = rl_recipe(tmp_path / "run", initial, algorithm=algorithm, **ONE_STEP, **changes)
