@@ -44,6 +44,18 @@ def test_a_changed_action_shows_from_the_next_step_on(run: Path, tmp_path: Path,
     assert "begins at control step 3" in out and "0 of 1 episodes replay exactly" in out
 
 
+def test_what_an_operator_said_need_not_be_what_the_simulator_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A person's verdict ends a take where no predicate holds: its replay is exact all the same. The simulator's own must come again."""
+    judged = tmp_path / "judged.hdf5"
+    judged.write_bytes(next((run / "episodes").glob("*.hdf5")).read_bytes())
+    for reason, status in (("operator", 0), ("time limit", 1)):
+        with h5py.File(judged, "a") as file:
+            file["data/demo_0"].attrs.update({"outcome": "failure", "reason": reason})
+        assert main(["replay", str(judged)]) == status
+    out = capsys.readouterr().out
+    assert "success (the operator said: failure)" in out and "success (recorded: failure)" in out
+
+
 def test_sparse_recordings_are_filled_and_then_converted(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "convert", str(run), "--to", "lerobot", "--into", str(tmp_path / "no")]) == 2
     assert main(["replay", str(run), "--fill-into", str(tmp_path / "dense")]) == 0

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vla_rl.collection.control import BY_OPERATOR
 from vla_rl.collection.recorder import fill_frames
 from vla_rl.config import ConfigError
 from vla_rl.conventions import PromptSource
@@ -40,19 +41,22 @@ class Replayed:
     errors_N: Float64
     """float64[N]: largest difference of a joint position or velocity before each action (m, rad, m/s, rad/s)."""
     outcome: Outcome
-    """What it came to now."""
+    """What the simulator says that it came to now."""
+    by_operator: bool
+    """Whether a person said what the recorded episode came to: that is not the simulator's word, and need not agree with it."""
 
     @property
     def same(self) -> bool:
-        """Whether it happened again bit for bit, with the same outcome (a person's word about it stays a person's)."""
-        judged = self.info.outcome in (Outcome.SUCCESS, Outcome.FAILURE)
+        """Whether it happened again bit for bit, with the same outcome where the simulator had judged."""
+        judged = self.info.outcome in (Outcome.SUCCESS, Outcome.FAILURE) and not self.by_operator
         return not self.errors_N.any() and (self.outcome is self.info.outcome or not judged)
 
     def line(self) -> str:
         """For the terminal."""
         astray = np.flatnonzero(self.errors_N)
         where = f", begins at control step {astray[0]}" if len(astray) else ""
-        same = "" if self.outcome is self.info.outcome else f" (recorded: {self.info.outcome.value})"
+        who = "the operator said" if self.by_operator else "recorded"
+        same = "" if self.outcome is self.info.outcome else f" ({who}: {self.info.outcome.value})"
         error = f"largest state error {self.errors_N.max():.3g}{where}"
         return f"{self.number:>5}  {self.info.spec.key}: {len(self.errors_N)} steps, {error}, {self.outcome.value}{same}"
 
@@ -148,7 +152,7 @@ def replay(number: int, info: EpisodeInfo, episode: Episode, envs: Envs) -> Repl
         states.append(reply.sim_states_ED)
         ended, success = reply.terminated or reply.truncated, reply.terminated
     errors_N = state_errors(rows_of(episode, "sim_states_ED"), np.concatenate(states))
-    return Replayed(number, info, errors_N, Outcome.SUCCESS if success else Outcome.FAILURE)
+    return Replayed(number, info, errors_N, Outcome.SUCCESS if success else Outcome.FAILURE, episode.reason == BY_OPERATOR)
 
 
 def state_errors(recorded_ND: Float64, now_ND: Float64) -> Float64:
