@@ -142,7 +142,19 @@ def test_another_seed_sees_other_scenes(straight: RlConfig, initial: Path, tmp_p
         (GRPO, {"gradient_noise_every": 1, "gradient_noise_parts": 2}),
         (replace(GRPO, advantage="leave_one_out"), {}),
     ],
-    ids=["whole-chain", "matching", "last-step-over-chunk", "flow-noise", "per-action", "recompute", "kl-loss", "kl-reward", "kl-velocity", "grpo", "rloo"],
+    ids=[
+        "whole-chain",
+        "matching",
+        "last-step-over-chunk",
+        "flow-noise",
+        "per-action",
+        "recompute",
+        "kl-loss",
+        "kl-reward",
+        "kl-velocity",
+        "grpo",
+        "rloo",
+    ],
 )
 def test_every_choice_takes_a_step(algorithm: AlgorithmConfig, changes: dict[str, Any], initial: Path, tmp_path: Path) -> None:
     config = rl_recipe(tmp_path / "run", initial, algorithm=algorithm, **ONE_STEP, **changes)
