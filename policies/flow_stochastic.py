@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from typing import Literal
 
@@ -55,6 +55,7 @@ class Exploration:
     """`one`: one denoise step per chunk, drawn from the row's seed, the others deterministic (the trainer then evaluates one
     velocity per chunk, 1/N of the cost). `last`: the last step, whose noise reaches the robot as it is, at the same cost. `all`: the
     whole chain."""
+    _: KW_ONLY
     noise_over: Literal["action", "chunk"] = "action"
     """`action`: each action of a chunk has noise of its own. `chunk`: one draw for all of its actions, which moves the hand sqrt(C)
     times as far for its size, and leaves C times fewer numbers in a likelihood."""

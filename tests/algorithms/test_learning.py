@@ -50,7 +50,7 @@ def evaluate(flow: Flow, field: FlowBandit, noise_BCA: torch.Tensor, exploration
         (Exploration("flow_sde", "one"), TimeDirection.NOISE_AT_ZERO, "action"),
         (Exploration("flow_sde", "all"), TimeDirection.NOISE_AT_ZERO, "chunk"),
         (Exploration("flow_noise", "all"), TimeDirection.NOISE_AT_ONE, "chunk"),
-        (Exploration("flow_noise", "last", "chunk"), TimeDirection.NOISE_AT_ONE, "chunk"),
+        (Exploration("flow_noise", "last", noise_over="chunk"), TimeDirection.NOISE_AT_ONE, "chunk"),
     ],
 )
 def test_a_flow_policy_learns(exploration: Exploration, direction: TimeDirection, unit: Unit):

@@ -21,6 +21,7 @@ from vla_rl.algorithms.config import AlgorithmConfig, CloningSettings, CriticSet
 from vla_rl.algorithms.corrections import Correction
 from vla_rl.algorithms.filters import GroupFilter
 from vla_rl.algorithms.health import OnPolicyError
+from vla_rl.algorithms.reductions import LogProbReduction
 from vla_rl.config import ConfigError, to_plain
 from vla_rl.datasets.loader import DataConfig
 from vla_rl.phases import rl, rl_trainer
@@ -132,7 +133,7 @@ def test_another_seed_sees_other_scenes(straight: RlConfig, initial: Path, tmp_p
     [
         (PPO, {"exploration": Exploration(stochastic_steps="all")}),
         (PPO, {"exploration": Exploration(likelihood="matching", matching_draws=3)}),
-        (PPO, {"exploration": Exploration("flow_noise", "last", "chunk")}),
+        (PPO, {"exploration": Exploration("flow_noise", "last", noise_over="chunk")}),
         (replace(PPO, entropy_coefficient=0.01), {"exploration": Exploration("flow_noise", "all")}),
         (replace(PPO, log_prob=replace(PPO.log_prob, unit="action"), aggregation="episode_mean"), {}),
         (replace(PPO, old_log_prob="recompute"), {}),
@@ -291,6 +292,7 @@ def test_groups_without_a_signal_are_not_trained_on(rejected: str, initial: Path
 
 
 def test_recipes_that_contradict_themselves(initial: Path, tmp_path: Path) -> None:
+    matching, over_chunk = Exploration(likelihood="matching"), Exploration(noise_over="chunk")
     for changes, said in (
         ({"engine": replace(rl_recipe(tmp_path, initial).engine, schedule="one_cycle")}, "schedule: constant"),
         ({"teacher": "somewhere"}, "nothing uses it"),
@@ -298,6 +300,9 @@ def test_recipes_that_contradict_themselves(initial: Path, tmp_path: Path) -> No
         ({"algorithm": replace(PPO, entropy_coefficient=0.1)}, "flow_noise"),
         ({"seed": 50}, "0 to 49"),
         ({"suite": "libero_object"}, "does not run in env.kind"),
+        ({"exploration": matching, "algorithm": replace(PPO, log_prob=LogProbReduction(denoise_steps="mean"))}, "mean over its draws"),
+        ({"exploration": over_chunk, "algorithm": replace(PPO, log_prob=LogProbReduction("action"))}, "one likelihood"),
+        ({"exploration": over_chunk, "algorithm": replace(PPO, log_prob=LogProbReduction(actions="mean"))}, "one likelihood"),
     ):
         with pytest.raises(ConfigError, match=said):
             rl_recipe(tmp_path, initial, **changes)

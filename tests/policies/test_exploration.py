@@ -28,7 +28,7 @@ METHODS = [
     Exploration("flow_sde", "one", noise_level=0.3),
     Exploration("flow_sde", "all", noise_level=0.3),
     Exploration("flow_noise", "all"),
-    Exploration("flow_noise", "last", "chunk"),
+    Exploration("flow_noise", "last", noise_over="chunk"),
     Exploration("flow_sde", "all", likelihood="matching", matching_draws=3),
 ]
 IDS = ["flow_sde-one", "flow_sde-all", "flow_noise-all", "flow_noise-last-chunk", "matching"]

@@ -134,7 +134,7 @@ def test_noise_over_a_chunk_has_the_density_of_what_was_drawn():
         x_next,
         torch.tensor([[4]]),
         5,
-        Exploration("flow_sde", "last", "chunk"),
+        Exploration("flow_sde", "last", noise_over="chunk"),
         [0],
     )
     assert log_prob_BC.tolist() == [pytest.approx([0.7658433 / 2] * 2, abs=1e-5)]
@@ -145,7 +145,7 @@ def test_noise_over_a_chunk_has_the_density_of_what_was_drawn():
 @pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])
 def test_noise_over_a_chunk_moves_its_actions_alike(method):
     """The last step of each row: the ODE's point and one number per dimension, the same for all actions."""
-    flow, exploration = DIRECTIONS[1], Exploration(method, "last", "chunk")
+    flow, exploration = DIRECTIONS[1], Exploration(method, "last", noise_over="chunk")
     field, noise_BCA, draws, chain = chain_of(flow, exploration)
     quiet = replace(draws, noise_BNCA=torch.zeros_like(draws.noise_BNCA))
     moved_BCA = chain.actions_BCA - sample_chain(flow, field, noise_BCA, quiet, exploration, REAL).actions_BCA
@@ -203,7 +203,7 @@ def test_a_chain_without_noise_is_the_euler_sampler_bit_for_bit():
 
 
 EXPLORATIONS = [
-    Exploration(method, steps, over)
+    Exploration(method, steps, noise_over=over)
     for method in ("flow_sde", "flow_noise")
     for steps in ("one", "last", "all")
     for over in ("action", "chunk")
@@ -281,7 +281,8 @@ def test_sde_reaches_the_same_distribution_as_the_ode(flow: Flow, level: float):
 
     generator = torch.Generator().manual_seed(3)
     draws = StochasticDraws(torch.randn(rows, steps, 1, 1, generator=generator), torch.zeros(rows, dtype=torch.int64))
-    chain = sample_chain(flow, velocity, torch.randn(rows, 1, 1, generator=generator), draws, Exploration("flow_sde", "all", level), [0])
+    exploration = Exploration("flow_sde", "all", noise_level=level)
+    chain = sample_chain(flow, velocity, torch.randn(rows, 1, 1, generator=generator), draws, exploration, [0])
     # standard error of the std: 0.6 / sqrt(2 * 20000) = 0.003; the step's own error at N = 100 is below 0.01
     assert float(chain.actions_BCA.std()) == pytest.approx(scale, abs=0.02)
 

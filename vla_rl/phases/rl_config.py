@@ -169,6 +169,12 @@ class RlConfig:
                 f"algorithm.kl.kind is {algorithm.kl.kind!r}, algorithm.distillation.kind {algorithm.distillation.kind!r}, and "
                 "exploration.method 'tokens': tokens have no velocity; use another kind"
             )
+        over_chunk = self.exploration.noise_over == "chunk" and self.exploration.likelihood == "chain"
+        if over_chunk and (algorithm.log_prob.unit, algorithm.log_prob.actions) != ("chunk", "sum"):
+            raise ConfigError(
+                f"exploration.noise_over is 'chunk', algorithm.log_prob.unit {algorithm.log_prob.unit!r} and algorithm.log_prob.actions "
+                f"{algorithm.log_prob.actions!r}: one draw for a chunk has one likelihood; set them to 'chunk' and 'sum'"
+            )
         if self.exploration.likelihood == "matching" and algorithm.log_prob.denoise_steps == "mean":
             raise ConfigError(
                 "exploration.likelihood is 'matching' and algorithm.log_prob.denoise_steps 'mean': it is a mean over its draws already; "
