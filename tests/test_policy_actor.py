@@ -1,6 +1,6 @@
 """When the policy's thread waits for one more env, and when it does not."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import pytest
@@ -96,6 +96,10 @@ def ask(actor: PolicyActor, env: int) -> None:
     actor.submit(env, Observation({}, state, "reach"))
 
 
+def begin_episode(actor: PolicyActor, env: int, number: int) -> None:
+    actor.start(env, EpisodeSpec("reach", 0, f"sampled:{1_000_000 + number}", "train", StepProtocol(max_steps=8)))
+
+
 def learn_chunk_length(actor: PolicyActor, env: int, clock: Clock) -> None:
     """Two answers with a chunk of 2 s between them, long after anything else."""
     clock.now_s += MINUTE_S
@@ -105,27 +109,35 @@ def learn_chunk_length(actor: PolicyActor, env: int, clock: Clock) -> None:
         clock.now_s += pause_s
 
 
-def test_env_that_is_about_to_ask_is_waited_for(clock: Clock) -> None:
-    """Env 1 has just been answered and needs 2 s for a chunk; env 0 asks, and a forward takes a minute: they share it."""
-    policy = SlowPolicy(clock)
-    with closing(PolicyActor(policy, 2)) as actor:
-        for env in (0, 1):
-            actor.start(env, EpisodeSpec("reach", 0, f"sampled:{1_000_000 + env}", "train", StepProtocol(max_steps=8)))
-            learn_chunk_length(actor, env, clock)
-        ask(actor, 0)
-        actor.ready(0.0)  # the policy's thread has a request, and waits for the other one
-        ask(actor, 1)
-        assert answers(actor, 2) == {0, 1}
-    assert policy.rows == [1, 1, 1, 1, 2]
+@pytest.fixture
+def policy(clock: Clock) -> SlowPolicy:
+    return SlowPolicy(clock)
 
 
-def test_env_that_begins_an_episode_is_not_waited_for(clock: Clock) -> None:
-    """Nobody knows how long its reset takes."""
-    policy = SlowPolicy(clock)
+@pytest.fixture
+def actor(policy: SlowPolicy, clock: Clock) -> Iterator[PolicyActor]:
+    """It knows that chunks of envs 0 and 1 take 2 s, from two forwards for each; env 1 has just been answered."""
     with closing(PolicyActor(policy, 2)) as actor:
         for env in (0, 1):
-            actor.start(env, EpisodeSpec("reach", 0, f"sampled:{1_000_000 + env}", "train", StepProtocol(max_steps=8)))
+            begin_episode(actor, env, number=env)
             learn_chunk_length(actor, env, clock)
-        actor.start(1, EpisodeSpec("reach", 0, "sampled:1000002", "train", StepProtocol(max_steps=8)))
-        ask(actor, 0)
-        assert answers(actor, 1) == {0}
+        assert policy.rows == [1, 1, 1, 1]
+        policy.rows.clear()
+        yield actor
+
+
+def test_env_that_is_about_to_ask_is_waited_for(actor: PolicyActor, policy: SlowPolicy) -> None:
+    """Env 1 needs 2 s for a chunk; env 0 asks, and a forward takes a minute: they share it."""
+    ask(actor, 0)
+    actor.ready(0.0)  # the policy's thread has a request, and waits for the other one
+    ask(actor, 1)
+    assert answers(actor, 2) == {0, 1}
+    assert policy.rows == [2]
+
+
+def test_env_that_begins_an_episode_is_not_waited_for(actor: PolicyActor, policy: SlowPolicy) -> None:
+    """Nobody knows how long its reset takes. (An actor that waited would do so for ever: the clock stands still.)"""
+    begin_episode(actor, 1, number=2)
+    ask(actor, 0)
+    assert answers(actor, 1) == {0}
+    assert policy.rows == [1]

@@ -16,7 +16,7 @@ from vla_rl.cluster.errors import RoleFailed, RoleName
 from vla_rl.cluster.wire import ArenaParcel, Raised, pack, unpack
 from vla_rl.config import ConfigError
 
-NAME = RoleName("trainer", 1, "here", "/tmp/trainer_1.log")
+NAME = RoleName("trainer", 1, "here", "logs/trainer_1.log")
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
 DTYPES = st.sampled_from([np.uint8, np.float32, np.float64, np.bool_])
 
@@ -63,7 +63,7 @@ def test_an_error_for_the_user_stays_one_and_says_where_it_came_from(tmp_path: P
         travelled = pickle.loads(pickle.dumps(Raised.of(error)))
     with pytest.raises(ConfigError, match="it must be at least 1") as caught:
         raise travelled.error(NAME)
-    assert caught.value.__notes__[0].startswith("raised by trainer 1 on here (log: /tmp/trainer_1.log):\nTraceback")
+    assert caught.value.__notes__[0].startswith("raised by trainer 1 on here (log: logs/trainer_1.log):\nTraceback")
 
 
 def test_an_error_without_a_pickle_arrives_as_its_traceback() -> None:
