@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vla_rl.eval.record import RECORD_KEYS, RecordError, check_record, missed_bars, success_rates, write_record
+from vla_rl.eval.statistics import mcnemar_exact
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,3 +86,17 @@ def test_a_record_in_another_folder_or_without_a_file_is_found(tmp_path: Path) -
 def test_committed_records_hold() -> None:
     folders = sorted(folder for folder in (ROOT / "docs" / "results").iterdir() if folder.is_dir())
     assert [problem for folder in folders for problem in check_record(folder)] == []
+
+
+@pytest.mark.parametrize("name", ["ppo_pi0_tiny", "grpo_pi0_tiny"])
+def test_gains_and_their_significance_are_those_of_the_rows(name: str) -> None:
+    folder = ROOT / "docs" / "results" / name
+    metrics = json.loads((folder / "record.json").read_text())["metrics"]
+    succeeded: dict[str, dict[str, bool]] = {"before": {}, "after": {}}
+    for row in map(json.loads, (folder / "episodes.jsonl").read_text().splitlines()):
+        succeeded[row["condition"]][row["key"]] = row["success"]
+    before, after = succeeded["before"], succeeded["after"]
+    assert before.keys() == after.keys() and len(before) == 50
+    wins, losses = sum(after[key] > before[key] for key in before), sum(after[key] < before[key] for key in before)
+    assert metrics["points_gained"] == pytest.approx(100 * (wins - losses) / len(before))
+    assert metrics["mcnemar_p"] == pytest.approx(mcnemar_exact(wins, losses), rel=0.005)  # three digits were noted
