@@ -7,7 +7,8 @@ Each `--run CONDITION=RUN_DIR` gives rows under that condition and a metric `CON
 `success_rate`. A run with a swapped prompt has two conditions, `CONDITION: named object` and `CONDITION: original object`
 (metric `CONDITION_named_object_success_rate`, ...). Incomplete evaluations are refused. `--keep CONDITION` takes over a
 condition of the record that is there now, so that one more suite does not cost all the others again; `metrics.commits` says
-at which commit each condition was measured.
+at which commit each condition was measured. `--gain BEFORE=AFTER` pairs two conditions by spec, as `vla-rl compare` does, into
+`points_gained`, `points_gained_95` (Tango's interval) and `mcnemar_p` (exact).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_rl.config import nearest_name, read_yaml
-from vla_rl.eval.compare import EvaluatedRun, load_run
+from vla_rl.eval.compare import EvaluatedRun, compare_rows, load_run
 from vla_rl.eval.record import RecordError, missed_bars, write_record
 from vla_rl.eval.results import EpisodeRow, Rate
 from vla_rl.telemetry.files import read_json, read_jsonl
@@ -38,17 +39,20 @@ def record_of_runs(
     bars: Mapping[str, Any],
     root: Path = RESULTS,
     keep: Sequence[str] = (),
+    gain: tuple[str, str] | None = None,
 ) -> Path:
     """Write a record whose rows are those of finished evaluations; returns its folder.
 
     runs: condition -> run directory of an evaluation. recipes: name -> run directory of another phase whose recipe belongs to
     the result (the training). keep: conditions of the record that is there now, taken over before those of `runs`.
-    Raises CompareError for an incomplete evaluation, RecordError for a record that would not hold or has no condition to keep.
+    gain: the conditions before and after whose paired difference is a metric.
+    Raises CompareError for an incomplete evaluation or a gain without pairs, RecordError for a record that would not hold or has no
+    condition to keep.
     """
     evaluated = {condition: load_run(path) for condition, path in runs.items()}
     kept = _kept(root / name, [condition for condition in keep if condition not in runs]) if keep else _Kept([], {}, {}, {})
     rows = kept.rows + [_under(row, condition) for condition, run in evaluated.items() for row in run.rows.values()]
-    measured = _rates(rows) | dict(metrics)
+    measured = _rates(rows) | (_gain(rows, *gain) if gain else {}) | dict(metrics)
     measured["commits"] = kept.commits | {condition: _commit(run) for condition, run in evaluated.items()}
     measured["protocols"] = kept.protocols | {condition: _protocol(run) for condition, run in evaluated.items()}
     recipe = kept.recipe | {label: read_yaml(path / "config.yaml") for label, path in {**recipes, **runs}.items()}
@@ -102,6 +106,21 @@ def _rates(rows: Sequence[EpisodeRow]) -> dict[str, Any]:
     return {"success_rate": rates[conditions[0]]} | named
 
 
+def _gain(rows: Sequence[EpisodeRow], before: str, after: str) -> dict[str, Any]:
+    """The paired difference of two conditions, in points. Raises RecordError naming a condition without rows."""
+    conditions = list(dict.fromkeys(row.condition for row in rows))
+    for condition in (before, after):
+        if condition not in conditions:
+            raise RecordError(f"--gain {before}={after}: no row has condition {condition!r}{nearest_name(condition, conditions)}")
+    first, second = ({row.key: row for row in rows if row.condition == condition} for condition in (before, after))
+    compared = compare_rows(first, second)
+    return {
+        "points_gained": round(100 * compared.difference, 6),
+        "points_gained_95": [round(100 * end, 2) for end in compared.interval],
+        "mcnemar_p": float(f"{compared.p_value:.3g}"),
+    }
+
+
 def _protocol(run: EvaluatedRun) -> dict[str, Any]:
     protocol = run.summary["protocol"]
     return {"name": protocol["name"], "hash": protocol["hash"], "deviations": protocol["deviations"]}
@@ -137,6 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", action="append", required=True, metavar="CONDITION=RUN_DIR")
     parser.add_argument("--keep", action="append", default=[], metavar="CONDITION", help="a condition of the record that is there now")
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=RUN_DIR")
+    parser.add_argument("--gain", type=_pair, metavar="BEFORE=AFTER", help="two conditions whose paired difference is a metric")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=NUMBER")
     parser.add_argument("--bar", action="append", default=[], metavar="METRIC=NUMBER", help="the least that a metric should be")
     parser.add_argument("--bar-at-most", action="append", default=[], metavar="METRIC=NUMBER", help="the most that it should be")
@@ -145,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = {name: Path(path) for name, path in map(_pair, given.run)}
     recipes = {name: Path(path) for name, path in map(_pair, given.recipe)}
     bars = _numbers(given.bar) | {name: {"at_most": value} for name, value in _numbers(given.bar_at_most).items()}
-    folder = record_of_runs(given.name, given.command, runs, recipes, _numbers(given.metric), bars, given.root, given.keep)
+    folder = record_of_runs(given.name, given.command, runs, recipes, _numbers(given.metric), bars, given.root, given.keep, given.gain)
     missed = missed_bars(read_json(folder / "record.json"))
     print("\n".join([str(folder), *missed]))
     return 0

@@ -21,6 +21,7 @@ from vla_rl.eval.config import EvalConfig, EvaluatedPolicy
 from vla_rl.eval.record import RecordError, check_record
 from vla_rl.eval.results import read_rows
 from vla_rl.eval.runner import evaluate, run_eval
+from vla_rl.eval.statistics import paired_difference_interval
 from vla_rl.policies.checkpoint import save_policy
 from vla_rl.policies.factory import make_policy, policy_spec
 from vla_rl.policies.pi0.config import PI0_PRESETS
@@ -174,6 +175,20 @@ def test_a_condition_of_a_record_can_be_kept(tmp_path: Path, capsys: pytest.Capt
     assert both["recipe"]["noop"] == alone["recipe"]["noop"] and list(both["metrics"]["protocols"]) == ["noop", "expert"]
     with pytest.raises(RecordError, match=r"--keep nop: .* has no such condition; did you mean 'noop'"):
         make_record.main([*common, "--keep", "nop", "--run", f"expert={tmp_path / 'expert'}"])
+
+
+def test_the_gain_between_two_conditions_is_paired(tmp_path: Path) -> None:
+    """Three scenes lost by no-op and won by the expert: +100 points, and p is twice the half of a half of a half."""
+    evaluate(config_of(tmp_path / "noop", "noop", tasks=(1,)))
+    evaluate(config_of(tmp_path / "expert", "expert", tasks=(1,)))
+    runs = [f"--run={name}={tmp_path / name}" for name in ("noop", "expert")]
+    common = ["reach", "--command", "vla-rl eval x.yaml", "--root", str(tmp_path), *runs, "--bar=points_gained=30"]
+    assert make_record.main([*common, "--gain", "noop=expert"]) == 0
+    metrics = json.loads((tmp_path / "reach" / "record.json").read_text())["metrics"]
+    assert (metrics["points_gained"], metrics["mcnemar_p"]) == (100.0, 0.25)
+    assert metrics["points_gained_95"] == [round(100 * end, 2) for end in paired_difference_interval(3, 0, 3)]
+    with pytest.raises(RecordError, match=r"--gain noop=export: no row has condition 'export'; did you mean 'expert'"):
+        make_record.main([*common, "--gain", "noop=export"])
 
 
 def test_spans_explain_the_time(tmp_path: Path) -> None:
