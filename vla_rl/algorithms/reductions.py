@@ -30,7 +30,8 @@ class LogProbReduction:
     unit: Unit = "chunk"
     """`action`: one ratio per executed action. `chunk`: one per chunk, over its executed actions (RLinf's pi0 recipes)."""
     dims: Reduction = "sum"
-    """Over the real action dimensions of an action: `sum` is its likelihood, `mean` divides by their number (ReinFlow, DPPO)."""
+    """Over the real action dimensions of an action: `sum` is its likelihood, `mean` divides by 7 (ReinFlow, DPPO), also where some of
+    them are constant in the data and say nothing, so that a clip range means the same on every task."""
     actions: Reduction = "sum"
     """Over the unmasked actions of a chunk; only `sum` where the unit is `action`."""
     denoise_steps: Reduction = "sum"
