@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from vla_rl.actors import Actor, Expert, no_op_actor, random_actor, replay_actor, scripted_actor
 from vla_rl.config import ConfigError
 from vla_rl.episode import EpisodeSpec, Float32, noise_seed
-from vla_rl.eval.config import EvalConfig
+from vla_rl.eval.config import EvalConfig, EvaluatedPolicy
 from vla_rl.telemetry.files import folder_digest
 
 
@@ -55,6 +55,7 @@ def _local_policy(config: EvalConfig) -> Contestant:
     assert asked.checkpoint is not None, "EvalConfig checks it"
     device = device_kind(asked.device, "policy.device")
     policy = accelerate(load_acting_policy(asked.checkpoint, device), asked.precision, asked.compile)
+    _require_horizon(asked, policy.spec.chunk_length)
     notes = _horizon_notes(asked.executed_horizon, policy.spec.executed_horizon)
     if asked.precision != "fp32":
         notes += (f"the policy computes in {asked.precision}",)
@@ -72,6 +73,14 @@ def _remote_policy(config: EvalConfig, url: str) -> Contestant:
         return Contestant(actor, f"remote {url}", actor.executed_horizon, (f"{url} does not say which weights act",))
     notes = _horizon_notes(config.policy.executed_horizon, actor.served.spec.executed_horizon)
     return Contestant(actor, actor.served.weights, actor.executed_horizon, notes)
+
+
+def _require_horizon(asked: EvaluatedPolicy, chunk_length: int) -> None:
+    if asked.executed_horizon is not None and asked.executed_horizon > chunk_length:
+        raise ConfigError(
+            f"policy.executed_horizon is {asked.executed_horizon}; a chunk of {asked.checkpoint} has {chunk_length} actions, "
+            "ask for at most that"
+        )
 
 
 def _horizon_notes(asked: int | None, made_for: int) -> tuple[str, ...]:

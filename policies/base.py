@@ -34,6 +34,10 @@ class PolicySpec:
     conventions: Conventions = field(default_factory=Conventions)
     """Orientation, rotation form, gripper sign, control rate."""
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.executed_horizon <= self.chunk_length:
+            raise ValueError(f"executed_horizon is {self.executed_horizon}, it must be 1 to chunk_length, which is {self.chunk_length}")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and the wire."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -93,7 +93,16 @@ def _own_policy(folder: Path) -> PolicyModule:
     config_class, _ = family(own["family"])
     config = build(config_class, own["config"], where=str(folder / OWN_FILE))
     with torch.device("meta"):
-        return make_policy(config, statistics, PolicySpec.from_dict(own["spec"]), tokenizer_folder=str(folder / TOKENIZER_FOLDER))
+        return make_policy(config, statistics, _own_spec(folder, own["spec"]), tokenizer_folder=str(folder / TOKENIZER_FOLDER))
+
+
+def _own_spec(folder: Path, values: Mapping[str, Any]) -> PolicySpec:
+    try:
+        return PolicySpec.from_dict(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / OWN_FILE}: its spec is none ({type(error).__name__}: {error}); restore the file that was saved with the weights"
+        ) from error
 
 
 def load_acting_policy(folder: str | Path, device: torch.device | str = "cpu") -> ActingPolicy:

@@ -101,7 +101,10 @@ def read_lerobot_folder(folder: Path) -> LerobotFolder:
 
 
 def chunk_sizes(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
-    """Actions of a chunk, and how many of them are executed. Raises CheckpointError for a policy that wants several observations."""
+    """Actions of a chunk, and how many of them are executed.
+
+    Raises CheckpointError for a policy that wants several observations, and for more actions executed than a chunk has.
+    """
     if config.get("n_obs_steps", 1) != 1:
         raise CheckpointError(
             f"{folder}: n_obs_steps is {config['n_obs_steps']}; between two chunks no picture is rendered, so only policies with "
@@ -110,7 +113,12 @@ def chunk_sizes(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
     if "n_action_steps" not in config:
         raise CheckpointError(f"{folder / 'config.json'} lacks n_action_steps; it is no policy of LeRobot 0.4 or later")
     executed = int(config["n_action_steps"])
-    return int(config.get("chunk_size", executed)), executed
+    chunk_length = int(config.get("chunk_size", executed))
+    if not 1 <= executed <= chunk_length:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: n_action_steps is {executed}; it must be 1 to chunk_size, which is {chunk_length}"
+        )
+    return chunk_length, executed
 
 
 def policy_views(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:

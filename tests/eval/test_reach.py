@@ -12,6 +12,7 @@ import pytest
 
 from vla_rl.collection.collect import collect
 from vla_rl.collection.config import CollectConfig
+from vla_rl.config import ConfigError
 from vla_rl.conventions import ConventionMismatch, Orientation
 from vla_rl.episode import ACTION_DIM, STATE_DIM
 from vla_rl.errors import UserError
@@ -118,6 +119,9 @@ def test_a_policy_from_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     short = evaluate(config_of(tmp_path / "short", "policy", policy=two, tasks=(0,), episodes_per_task=1))
     assert short.protocol["executed_horizon"] == 2 and short.protocol["hash"] != own.protocol["hash"]
     assert f"executed_horizon is 2, but the policy was made for {made_for}" in short.actor["notes"][0]
+    beyond = EvaluatedPolicy(str(checkpoint), executed_horizon=9)
+    with pytest.raises(ConfigError, match=rf"policy\.executed_horizon is 9; a chunk of {checkpoint} has 8 actions, ask for at most that"):
+        evaluate(config_of(tmp_path / "beyond", "policy", policy=beyond, tasks=(0,), episodes_per_task=1))
 
 
 def test_an_env_that_a_policy_was_not_made_for_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,6 +135,21 @@ def test_unknown_family_and_misspelt_config_are_named(saved: Path) -> None:
     own["config"]["chunk_lenght"] = own["config"].pop("chunk_length")
     (saved / OWN_FILE).write_text(json.dumps(own))
     with pytest.raises(ConfigError, match=r"'chunk_lenght'.*did you mean 'chunk_length'"):
+        load_policy(saved)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"executed_horizon": 9}, "executed_horizon is 9, it must be 1 to chunk_length, which is 8"),
+        ({"resolution": "small"}, "ValueError"),
+        ({"conventions": {"orientation": "rotated_180"}}, "KeyError: 'rotation'"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_named(values: dict[str, Any], said: str, saved: Path) -> None:
+    own = json.loads((saved / OWN_FILE).read_text())
+    (saved / OWN_FILE).write_text(json.dumps(own | {"spec": own["spec"] | values}))
+    with pytest.raises(CheckpointError, match=rf"vla_rl\.json: its spec is none .*{said}"):
         load_policy(saved)
 
 

@@ -150,6 +150,7 @@ def test_empty_cameras_are_left_out(statistics: Statistics, tmp_path: Path) -> N
     [
         ({"type": "pi05"}, "config.json says 'pi05', the weights are 'pi0'"),
         ({"n_obs_steps": 2}, "n_obs_steps is 2"),
+        ({"n_action_steps": CHUNK + 1}, f"n_action_steps is {CHUNK + 1}; it must be 1 to chunk_size, which is {CHUNK}"),
         ({"use_relative_actions": True}, "use_relative_actions is set"),
         ({"normalization_mapping": {"STATE": "MEAN_STD", "ACTION": "MIN_MAX"}}, "must share one of MEAN_STD"),
         ({"output_features": {"action": {"type": "ACTION", "shape": [32]}}}, r"action has shape \[32\], LIBERO's is \[7\]"),
