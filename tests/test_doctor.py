@@ -58,3 +58,12 @@ def test_missing_assets_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(packaging, "init_states_path", lambda suite, name: tmp_path / f"{name}.pruned_init.npz")
     check = doctor._assets()
     assert check.status == "failed" and ".pruned_init.npz" in check.value and "reinstall" in check.remedy
+
+
+@pytest.mark.parametrize(("gpus", "status"), [(0, "ok"), (1, "warning")])
+def test_software_rendering_beside_a_gpu_is_a_warning(gpus: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.egl, "configure", lambda: None)
+    monkeypatch.setattr(doctor.egl, "renderer_name", lambda: "llvmpipe (LLVM 15.0.6)")
+    monkeypatch.setattr(doctor.egl, "num_gpus", lambda: gpus)
+    check = doctor._rendering()
+    assert check.status == status and ("install the GPU's EGL driver" in check.remedy) == bool(gpus)

@@ -12,24 +12,36 @@ import logging
 import os
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from vla_rl.errors import UserError
 
 SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast", "software")
 """Parts of a renderer's name that tell it draws on the CPU."""
+SOFTWARE_REMEDY = "install the GPU's EGL driver: rendering is then 30 times faster"
+"""What to do where one draws beside a GPU."""
+DEVICE_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
+"""What MuJoCo and robosuite read."""
+_CHOICE_VARIABLE = "VLA_RL_EGL_CHOICE"
+"""`PID:DEVICE`: that DEVICE_VARIABLE holds our choice for that process. A child process that inherits both chooses for itself."""
 
 
 class RenderingError(UserError):
     """No OpenGL context, or a device that does not exist."""
 
 
-def egl_device(cuda_visible: str | None, requested: str | None, num_devices: int, worker: int = 0) -> int:
+def num_gpus() -> int:
+    """NVIDIA GPUs that this machine, or this container, has device files of."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def egl_device(cuda_visible: str | None, requested: str | None, num_devices: int, num_gpus: int, worker: int = 0) -> int:
     """EGL device index for a worker.
 
-    cuda_visible: value of CUDA_VISIBLE_DEVICES (None: unset). requested: value of MUJOCO_EGL_DEVICE_ID, which wins.
-    num_devices: how many devices EGL lists (a container may list fewer than the host has). worker: index among the workers of
-    this machine; they are dealt round robin over the visible GPUs.
+    cuda_visible: value of CUDA_VISIBLE_DEVICES (None: unset, all `num_gpus` GPUs). requested: value of MUJOCO_EGL_DEVICE_ID, which wins.
+    num_devices: how many devices EGL lists, GPUs first (a container may list fewer than the host has). worker: index among the
+    workers of this machine; they are dealt round robin over the visible GPUs.
     Raises RenderingError for a request that no device answers.
     """
     if num_devices < 1:
@@ -40,7 +52,8 @@ def egl_device(cuda_visible: str | None, requested: str | None, num_devices: int
                 f"MUJOCO_EGL_DEVICE_ID={requested!r} must be a number from 0 to {num_devices - 1}; unset it to let vla-rl choose"
             )
         return int(requested)
-    visible = [part.strip() for part in (cuda_visible or "").split(",") if part.strip()]
+    everything = ",".join(map(str, range(min(num_gpus, num_devices))))
+    visible = [part.strip() for part in (everything if cuda_visible is None else cuda_visible).split(",") if part.strip()]
     if not visible or num_devices == 1:
         return 0
     position = worker % len(visible)
@@ -65,12 +78,20 @@ def configure(worker: int = 0) -> None:
     backend = os.environ.setdefault("MUJOCO_GL", "egl")
     if backend != "egl":
         return
-    requested = os.environ.pop("MUJOCO_EGL_DEVICE_ID", None)
+    requested = _requested(os.environ.pop(DEVICE_VARIABLE, None), os.environ.get(_CHOICE_VARIABLE, ""))
     _import_robosuite_quietly()
     from mujoco.egl import egl_ext
 
-    device = egl_device(os.environ.get("CUDA_VISIBLE_DEVICES"), requested, len(egl_ext.eglQueryDevicesEXT()), worker)
-    os.environ["MUJOCO_EGL_DEVICE_ID"] = str(device)
+    device = egl_device(os.environ.get("CUDA_VISIBLE_DEVICES"), requested, len(egl_ext.eglQueryDevicesEXT()), num_gpus(), worker)
+    if requested is None:
+        os.environ[_CHOICE_VARIABLE] = f"{os.getpid()}:{device}"
+    os.environ[DEVICE_VARIABLE] = str(device)
+
+
+def _requested(device: str | None, choice: str) -> str | None:
+    """The device that was asked for: by the user, or by an earlier call in this process, but not what a parent process chose for itself."""
+    chooser, _, chosen = choice.partition(":")
+    return None if device == chosen and chooser != str(os.getpid()) else device
 
 
 @cache

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vla_rl.cluster.config import ClusterConfig
-from vla_rl.cluster.placement import plan_placement, seats_of_nodes
+from vla_rl.cluster.placement import gpu_of_seat, plan_placement, seats_of_nodes
+from vla_rl.cluster.process import ProcessBackend
 from vla_rl.config import ConfigError
 
 
@@ -66,3 +68,28 @@ def test_too_few_gpus_are_counted() -> None:
     config = ClusterConfig(backend="process", trainer_ranks=6, rollout_workers=3, gpus_per_node=8)
     with pytest.raises(ConfigError, match=r"6 trainer ranks and 3 rollout workers need 9 GPUs, but .* have 8"):
         plan_placement(config)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seat", "gpu"),
+    [
+        (None, 0, "0"),
+        (None, 3, "3"),
+        ("7", 0, "7"),
+        ("6,7", 0, "6"),
+        ("6,7", 1, "7"),
+        (" 2 , 3 ", 1, "3"),
+        ("GPU-8f2a,GPU-11cc", 1, "GPU-11cc"),
+    ],
+)
+def test_roles_stay_on_the_gpus_that_the_user_shows(visible: str | None, seat: int, gpu: str) -> None:
+    """On a shared machine the others' GPUs were taken: seat 0 was GPU 0 whatever CUDA_VISIBLE_DEVICES said."""
+    assert gpu_of_seat(seat, visible) == gpu
+
+
+@pytest.mark.parametrize(("visible", "shown"), [("", 0), ("7", 1)])
+def test_too_few_shown_gpus_are_counted(visible: str, shown: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = ClusterConfig(backend="process", trainer_ranks=1, rollout_workers=1, gpus_per_node=2)
+    with pytest.raises(ConfigError, match=rf"counts on {shown + 1} GPUs here, but CUDA_VISIBLE_DEVICES='{visible}' shows {shown}; lower"):
+        ProcessBackend(config, tmp_path, None)

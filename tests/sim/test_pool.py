@@ -18,6 +18,7 @@ from vla_rl.actors import random_actor
 from vla_rl.episode import VIEWS, ActionChunk, EpisodeSpec, Outcome, StepProtocol
 from vla_rl.rollout import ListSource, run_episodes
 from vla_rl.sim.base import ChunkReply, EnvConfig, EnvPool, EnvReply, Look, ResetReply
+from vla_rl.sim.libero import egl
 from vla_rl.sim.pool import PoolConfig, PoolStateError, make_pool
 from vla_rl.sim.pool_state import MakeEnv
 
@@ -248,3 +249,21 @@ def test_a_chunk_may_ask_for_other_views(backend: Backend) -> None:
         assert isinstance(again, ChunkReply) and len(again.executed_EA) == 0
         assert tuple(again.observation.images) == VIEWS
         require_same(reply.observation.images["image"], again.observation.images["image"])
+
+
+class DrawingEnv(CountingEnv):
+    """Says that it draws on the CPU."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        provenance = {"renderer": "llvmpipe (LLVM 15.0.6)", "software_rendering": True}
+        self.spec = replace(self.spec, provenance=provenance)
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_software_beside_a_gpu_is_never_silent(gpus: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(egl, "num_gpus", lambda: gpus)
+    with pool_of("serial", 2, DrawingEnv):
+        pass
+    said = [record.getMessage() for record in caplog.records if record.name == "vla_rl.sim.pool"]
+    assert said == ([f"envs draw in software (llvmpipe (LLVM 15.0.6)) beside a GPU: {egl.SOFTWARE_REMEDY}"] if gpus else [])

@@ -54,3 +54,19 @@ def seats_of_nodes(slots: list[Slot]) -> list[list[list[Slot]]]:
     nodes = max(slot.node for slot in slots) + 1
     seats = [max(slot.seat for slot in slots if slot.node == node) + 1 for node in range(nodes)]
     return [[[slot for slot in slots if (slot.node, slot.seat) == (node, seat)] for seat in range(seats[node])] for node in range(nodes)]
+
+
+def gpu_of_seat(seat: int, visible: str | None) -> str:
+    """What a role on this seat of this machine gets as CUDA_VISIBLE_DEVICES; `visible` is the driver's own (None: unset, every GPU).
+
+    Raises ConfigError where the driver was shown fewer GPUs.
+    """
+    if visible is None:
+        return str(seat)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if seat >= len(names):
+        raise ConfigError(
+            f"cluster.gpus_per_node counts on {seat + 1} GPUs here, but CUDA_VISIBLE_DEVICES={visible!r} shows {len(names)}; "
+            "lower cluster.gpus_per_node, use fewer roles, or show more GPUs"
+        )
+    return names[seat]

@@ -22,7 +22,7 @@ from vla_rl.cluster.backend import LOOPBACK, Member, Pending, Sealed
 from vla_rl.cluster.config import ClusterConfig
 from vla_rl.cluster.errors import RoleHung, RoleLost, RoleName
 from vla_rl.cluster.liveness import Counts, Pulse, Vigil, Watch
-from vla_rl.cluster.placement import Slot, plan_placement
+from vla_rl.cluster.placement import Slot, gpu_of_seat, plan_placement
 from vla_rl.cluster.process_role import CLOSE, GRACE_S, Surroundings, allow_many_files, serve
 from vla_rl.cluster.wire import ArenaParcel, Raised
 from vla_rl.sim.shared_memory import SharedArena
@@ -154,7 +154,7 @@ class ProcessBackend:
     def __init__(self, config: ClusterConfig, run_dir: Path, spans: Path | None, preload: Sequence[str] = ()) -> None:
         """Roles print into `run_dir/logs/`, and add their spans to `spans`. `preload` is imported once, where roles are forked from."""
         self._config, self._logs, self._spans = config, run_dir / "logs", spans
-        self._slots = {(slot.role, slot.rank): slot for slot in plan_placement(config)}
+        self._environment = {(slot.role, slot.rank): _environment(slot) for slot in plan_placement(config)}
         self._members: list[ProcessMember] = []
         self._watch = Watch(config, lambda: [member for member in tuple(self._members) if not member.is_over])
         self._context = multiprocessing.get_context("forkserver")
@@ -166,7 +166,7 @@ class ProcessBackend:
         log = self._logs / f"{role}_{rank}.log"
         threads = self._config.torch_threads or torch.get_num_threads()
         pulse = Pulse.create()
-        surroundings = Surroundings(f"{role}_{rank}", log, self._spans, threads, _environment(self._slots[role, rank]), pulse.path)
+        surroundings = Surroundings(f"{role}_{rank}", log, self._spans, threads, self._environment[role, rank], pulse.path)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=serve, args=(theirs, os.getpid(), surroundings, make, arguments), name=f"{role} {rank}")
         process.start()
@@ -207,4 +207,4 @@ class ProcessBackend:
 
 def _environment(slot: Slot) -> dict[str, str]:
     """A role sees the one GPU that it was given; on CPUs nothing is set."""
-    return {"CUDA_VISIBLE_DEVICES": str(slot.seat)} if slot.has_gpu else {}
+    return {"CUDA_VISIBLE_DEVICES": gpu_of_seat(slot.seat, os.environ.get("CUDA_VISIBLE_DEVICES"))} if slot.has_gpu else {}
