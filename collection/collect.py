@@ -77,12 +77,17 @@ def run_collect(config: CollectConfig) -> int:
 def collect(config: CollectConfig, make_env: MakeEnv = make_env) -> CollectSummary:
     """Record what is missing of a recipe into `episodes/`, `episodes.jsonl` and `summary.json` of its run directory.
 
-    Raises ConfigError and SpecError for what the recipe cannot mean, CheckpointError for a policy that is none, DatasetError if
-    another process records into the directory, StorageError on a full disk, PortTaken.
+    Raises ConfigError and SpecError for what the recipe cannot mean, CheckpointError for a policy that is none, FolderInUseError
+    if another process records into the directory, StorageError on a full disk, PortTaken.
     """
     specs = plan_demonstrations(config)
     _require_policy(config)
-    run = RunDirectory.open(config.run_dir, config, free_to_change(config))
+    with RunDirectory.open(config.run_dir, config, free_to_change(config)) as run:
+        return _collect(config, specs, run, make_env)
+
+
+def _collect(config: CollectConfig, specs: Sequence[EpisodeSpec], run: RunDirectory, make_env: MakeEnv) -> CollectSummary:
+    """What is missing, then the summary of everything."""
     store = collected_store(run.path, config.format, config.pictures, config.compression)
     started = time.perf_counter()
     open_span_log(run.spans_file, role="collect")

@@ -24,7 +24,7 @@ class Store(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Be the only writer. Raises DatasetError when another process is."""
+        """Be the only writer. Raises FolderInUseError when another process is."""
         ...
 
     def write(self, number: int, episode: Episode, frame_every: int) -> int:

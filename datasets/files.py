@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,18 +47,6 @@ def require_room(folder: Path, episode_bytes: int) -> None:
             f"{folder}: {free / 2**20:.0f} MiB free, an episode takes {episode_bytes / 2**20:.1f} MiB: stopped before the disk is full. "
             "Everything finished is written. Make room and start again: it resumes."
         )
-
-
-@contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which ends with the process however that ends. Raises DatasetError when another process holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DatasetError(f"{folder}: another process is recording into it; wait for it or choose another run_dir") from error
-        yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from vla_rl.datasets import lerobot_format as names
-from vla_rl.datasets.files import only_writer, write_bytes
+from vla_rl.datasets.files import write_bytes
 from vla_rl.datasets.lerobot_catalog import open_catalog, read_episode_rows, read_table, read_tasks
 from vla_rl.datasets.lerobot_copy import copy_episode
 from vla_rl.datasets.lerobot_format import Pictures, Place, is_lerobot
@@ -42,7 +42,7 @@ from vla_rl.datasets.schema import DatasetError
 from vla_rl.datasets.tally import Tally
 from vla_rl.datasets.video import join_videos
 from vla_rl.episode import Episode
-from vla_rl.telemetry.files import read_json
+from vla_rl.telemetry.files import only_writer, read_json
 
 STATISTICS_EVERY = 1.02
 """`meta/stats.json` is written again when the dataset has grown by this factor (and at the end): quantiles take all rows."""
@@ -68,7 +68,7 @@ class LeRobotStore:
     def writing(self) -> Iterator[None]:
         """Be the only writer: lock the folder, remove what a killed writer left unfinished, and bring the totals up to date.
 
-        Raises DatasetError when another process is writing here, or the folder is not one of ours.
+        Raises FolderInUseError when another process is writing here, DatasetError when the folder is not one of ours.
         """
         with only_writer(self.folder):
             self._state = _State(self.folder, self.pictures)

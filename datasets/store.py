@@ -18,7 +18,7 @@ from pathlib import Path
 import h5py
 
 from vla_rl.datasets.episode_rows import EpisodeInfo
-from vla_rl.datasets.files import attribute, only_writer, open_file, storage_error, subgroup
+from vla_rl.datasets.files import attribute, open_file, storage_error, subgroup
 from vla_rl.datasets.hdf5 import (
     DEFAULT_COMPRESSION,
     Compression,
@@ -31,7 +31,7 @@ from vla_rl.datasets.lerobot_catalog import lerobot_folder
 from vla_rl.datasets.lerobot_read import lerobot_infos
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.episode import Episode
-from vla_rl.telemetry.files import atomic_path
+from vla_rl.telemetry.files import atomic_path, only_writer
 
 _NAME = re.compile(r"episode_(\d{6,})\.hdf5")
 _SHARED = ("env_name", "problem_info", "env_args", "bddl_file_name", "macros_image_convention", "alignment", "format")
@@ -70,7 +70,7 @@ class EpisodeStore:
     def writing(self) -> Iterator[None]:
         """Be the only writer: lock the folder (also against other processes) and remove what a killed writer left unfinished.
 
-        Raises DatasetError when another process is writing here. The lock ends with the process, however that ends.
+        Raises FolderInUseError when another process is writing here. The lock ends with the process, however that ends.
         """
         with only_writer(self.folder):
             for leftover in self.folder.glob(".episode_*.hdf5.*.tmp"):

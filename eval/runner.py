@@ -76,7 +76,7 @@ def evaluate(config: EvalConfig, make_env: MakeEnv = make_env) -> Summary:
 
     Its spans go to whatever log is open, so that a training that evaluates sees them in its own.
     Raises ConventionMismatch or ConnectError if actor and env do not fit, ConfigError for a run directory of another recipe
-    or of other weights, and what the environment and the checkpoint raise.
+    or of other weights, FolderInUseError for one that another process writes to, and what the environment and the checkpoint raise.
     """
     config.require_policy()
     protocol = get_protocol(config.protocol)
@@ -87,14 +87,14 @@ def evaluate(config: EvalConfig, make_env: MakeEnv = make_env) -> Summary:
     finished = _finished_before(config, planned)
     if finished is not None:
         return finished
-    with span("eval"), ExitStack() as stack:
+    with RunDirectory.open(config.run_dir, config) as run, span("eval"), ExitStack() as stack:
         with span("load_actor"):
             contestant = make_contestant(config, {spec.key: actions for spec, actions in recorded})
             stack.enter_context(closing(contestant.actor))
         with span("start_envs"):
             pool = stack.enter_context(closing(make_pool(config.pool, config.env, make_env)))
         connect(pool.spec, contestant.actor.needs)
-        summary = _evaluate(config, planned, protocol, contestant, pool)
+        summary = _evaluate(config, run, planned, protocol, contestant, pool)
         with span("stop_envs"):
             stack.close()
     return summary
@@ -108,14 +108,15 @@ def _finished_before(config: EvalConfig, planned: Sequence[Planned]) -> Summary 
     folder = Path(config.run_dir)
     if not (folder / "config.yaml").is_file():
         return None
-    run = RunDirectory.open(folder, config)
-    rows = read_rows(run.episodes_file)
+    with RunDirectory.open(folder, config) as run:
+        rows = read_rows(run.episodes_file)
     same_weights = {row.weights for row in rows} == {known_weights(config)}
     return summary_of_finished(folder / "summary.json", planned, rows) if same_weights else None
 
 
-def _evaluate(config: EvalConfig, planned: Sequence[Planned], protocol: EvalProtocol, contestant: Contestant, pool: EnvPool) -> Summary:
-    run = RunDirectory.open(config.run_dir, config)
+def _evaluate(
+    config: EvalConfig, run: RunDirectory, planned: Sequence[Planned], protocol: EvalProtocol, contestant: Contestant, pool: EnvPool
+) -> Summary:
     rows = read_rows(run.episodes_file)
     _require_same_weights(run.path, rows, contestant.weights)
     recorder = _recorder(config, run, planned, contestant.weights, pool.spec)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from vla_rl.cli import COMMANDS, main
+from vla_rl.cli import COMMANDS, RECIPES, main
+from vla_rl.telemetry.files import only_writer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,3 +85,24 @@ def test_bad_recipes_name_the_key_and_write_no_result(
     output = capsys.readouterr()
     assert message in output.err and "Traceback" not in output.err
     assert not (tmp_path / "x" / "episodes.jsonl").exists()
+
+
+BUSY = {
+    "collect": "suite: reach\ntasks: [0]\nenv: {kind: reach}\n",
+    "sft": "data: {paths: [nowhere]}\n",
+    "rl": "initial_policy: nowhere\nsuite: reach\nenv: {kind: reach}\n",
+    "eval": "suite: reach\ntasks: [0]\nactor: noop\nprotocol: sampled\nenv: {kind: reach}\n",
+    "run": "phases: [{command: sft, recipe: {run_dir: '{run_dir}/sft', data: {paths: [nowhere]}}}]\n",
+}
+"""Recipes that get as far as the run directory."""
+
+
+@pytest.mark.parametrize("command", list(RECIPES))
+def test_no_command_runs_where_another_process_does(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
+    recipe.write_text(f"run_dir: {run}\n{BUSY[command]}")
+    with only_writer(run):
+        assert main([command, str(recipe)]) == 2
+    output = capsys.readouterr()
+    assert f"vla-rl {command}: {run} is being written to by process " in output.err and output.err.count("\n") == 1
+    assert [file.name for file in run.iterdir()] == [".lock"], "it left no trace"

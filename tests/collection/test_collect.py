@@ -32,7 +32,7 @@ from vla_rl.episode import SPLITS, Episode
 from vla_rl.policies.published import CheckpointError
 from vla_rl.sim.base import Env
 from vla_rl.sim.pool import PoolConfig
-from vla_rl.telemetry.files import read_jsonl
+from vla_rl.telemetry.files import FolderInUseError, read_jsonl
 
 Recipe = Callable[..., CollectConfig]
 
@@ -261,7 +261,7 @@ def test_bad_recipes_are_one_clear_error(
 
 def test_a_second_recorder_and_another_recipe_are_refused(reach_recipe: Recipe) -> None:
     config = reach_recipe()
-    with EpisodeStore(Path(config.run_dir) / "episodes").writing(), pytest.raises(ValueError, match="another process is recording"):
+    with EpisodeStore(Path(config.run_dir) / "episodes").writing(), pytest.raises(FolderInUseError, match="is being written to by"):
         collect(config)
     collect(config)
     with pytest.raises(ConfigError, match=r"holds a run of another recipe.*\n.*frame_every"):

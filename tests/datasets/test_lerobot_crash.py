@@ -20,7 +20,7 @@ from vla_rl.datasets.lerobot_store import LeRobotStore, _State
 from vla_rl.datasets.schema import DatasetError, StorageError
 from vla_rl.datasets.store import list_episodes
 from vla_rl.episode import Episode
-from vla_rl.telemetry.files import append_jsonl
+from vla_rl.telemetry.files import FolderInUseError, append_jsonl
 
 MakeEpisode = Callable[..., Episode]
 Limit = Callable[[], AbstractContextManager[None]]
@@ -110,7 +110,7 @@ def test_a_full_disk_names_the_file_and_loses_nothing(write_folder: WriteFolder,
 
 def test_only_one_process_writes(write_folder: WriteFolder) -> None:
     store = write_folder([])
-    with store.writing(), pytest.raises(DatasetError, match="another process is recording"), LeRobotStore(store.folder).writing():
+    with store.writing(), pytest.raises(FolderInUseError, match="is being written to by"), LeRobotStore(store.folder).writing():
         pass
 
 

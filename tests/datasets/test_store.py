@@ -16,6 +16,7 @@ from vla_rl.datasets.hdf5 import read_episode
 from vla_rl.datasets.schema import DatasetError, StorageError
 from vla_rl.datasets.store import EpisodeStore, list_episodes, merge
 from vla_rl.episode import Episode, EpisodeSpec
+from vla_rl.telemetry.files import FolderInUseError
 
 MakeEpisode = Callable[..., Episode]
 Limit = Callable[[], AbstractContextManager[None]]
@@ -74,7 +75,7 @@ def test_merge_refuses_what_differs_per_file(make_store: MakeStore, tmp_path: Pa
 
 def test_only_one_process_writes(tmp_path: Path) -> None:
     store = EpisodeStore(tmp_path)
-    with store.writing(), pytest.raises(DatasetError, match="another process is recording"), EpisodeStore(tmp_path).writing():
+    with store.writing(), pytest.raises(FolderInUseError, match=r"is being written to by process \d+"), EpisodeStore(tmp_path).writing():
         pass
     with store.writing():
         pass

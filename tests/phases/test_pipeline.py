@@ -104,5 +104,8 @@ def test_what_is_wrong_with_the_last_phase_is_found_before_the_first_one_runs(
 def test_two_phases_in_one_folder_are_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "pipeline.yaml"
     recipe.write_text(RECIPE.replace("RUN", "runs/x").replace('{run_dir}/sft"', '{run_dir}/eval"'))
-    with pytest.raises(ConfigError, match="two phases share the run_dir"):
+    with pytest.raises(ConfigError, match="two phases share the run_dir runs/x/eval; give each its own"):
+        load_recipe(PipelineConfig, recipe)
+    recipe.write_text(RECIPE.replace("RUN", "runs/x/").replace('{run_dir}/sft"', '{run_dir}"'))
+    with pytest.raises(ConfigError, match=r"a phase has the run_dir of the whole pipeline, runs/x/; .* such as \{run_dir\}/sft"):
         load_recipe(PipelineConfig, recipe)

@@ -99,10 +99,14 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         if not self.phases:
             raise ConfigError("phases is empty; give at least one, such as {command: eval, recipe: {...}}")
-        folders = [phase.recipe.run_dir for phase in self.phases]
+        folders = [_filled(phase.recipe.run_dir, str(Path(self.run_dir))) for phase in self.phases]
         twice = sorted({folder for folder in folders if folders.count(folder) > 1})
         if twice:
             raise ConfigError(f"two phases share the run_dir {', '.join(twice)}; give each its own")
+        if str(Path(self.run_dir)) in folders:
+            raise ConfigError(
+                f"a phase has the run_dir of the whole pipeline, {self.run_dir}; give it a folder in it, such as {PLACEHOLDER}/sft"
+            )
 
 
 def run_pipeline(config: PipelineConfig) -> int:
@@ -114,14 +118,14 @@ def run_pipeline(config: PipelineConfig) -> int:
     recipes = [recipe for phase in config.phases for recipe in _recipes(_in_run_dir(phase.recipe, config.run_dir))]
     for recipe in recipes:
         check_phase(recipe)
-    run = RunDirectory.open(config.run_dir, config)
-    for number, recipe in enumerate(recipes, start=1):
-        console.rule(f"[{number}/{len(recipes)}] {COMMANDS[type(recipe)]}: {recipe.run_dir}", align="left")
-        status = _run_phase(recipe)
-        if status:
-            console.print(f"{COMMANDS[type(recipe)]} ended with status {status}; start the same command again to go on.")
-            return status
-    console.print(f"Report: {write_report(run.path)}")
+    with RunDirectory.open(config.run_dir, config) as run:
+        for number, recipe in enumerate(recipes, start=1):
+            console.rule(f"[{number}/{len(recipes)}] {COMMANDS[type(recipe)]}: {recipe.run_dir}", align="left")
+            status = _run_phase(recipe)
+            if status:
+                console.print(f"{COMMANDS[type(recipe)]} ended with status {status}; start the same command again to go on.")
+                return status
+        console.print(f"Report: {write_report(run.path)}")
     return 0
 
 

@@ -56,9 +56,9 @@ class _Run:
 def run_rl(config: RlConfig, make_env: MakeEnv = make_env, make_trainer: MakeTrainer = TrainerRank) -> int:
     """Train, or go on training, until `config.steps`. Returns 0, or 130 after Ctrl-C (with a checkpoint written).
 
-    Raises ConfigError for a run directory of another recipe, ConnectError for a policy and an env that do not fit, CheckpointError for
-    a damaged checkpoint or a full disk, OnPolicyError where rollout and trainer do not compute the same log-probabilities, RoleLost where
-    a trainer rank dies, or a rollout worker keeps dying.
+    Raises ConfigError for a run directory of another recipe, FolderInUseError for one that another process writes to, ConnectError for a
+    policy and an env that do not fit, CheckpointError for a damaged checkpoint or a full disk, OnPolicyError where rollout and trainer do
+    not compute the same log-probabilities, RoleLost where a trainer rank dies, or a rollout worker keeps dying.
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
@@ -153,7 +153,7 @@ def _measures_noise(rl: _Run) -> bool:
 
 def _prepare(config: RlConfig, make_env: MakeEnv, make_trainer: MakeTrainer, stack: ExitStack) -> _Run:
     """Everything up to the first step: the roles, connected by weights, and the last checkpoint if there is one."""
-    run = RunDirectory.open(config.run_dir, config)
+    run = stack.enter_context(RunDirectory.open(config.run_dir, config))
     scenes = training_scenes(config)
     backend = stack.enter_context(closing(open_backend(config.cluster, run.path, run.spans_file, ROLES)))
     crew = Crew(config, backend, make_env, make_trainer, open_meeting(backend, stack))

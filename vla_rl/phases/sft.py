@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,13 @@ class _Training:
 def run_sft(config: SftConfig) -> int:
     """Train, or go on training, until `config.updates`. Returns 0, or 130 after Ctrl-C (with a checkpoint written).
 
-    Raises ConfigError for a run directory of another recipe and batch sizes the ranks cannot share, DatasetError for episodes
-    that cannot be trained on, CheckpointError for a damaged checkpoint or a full disk.
+    Raises ConfigError for a run directory of another recipe and batch sizes the ranks cannot share, FolderInUseError for a run
+    directory that another process writes to, DatasetError for episodes that cannot be trained on, CheckpointError for a damaged
+    checkpoint or a full disk.
     """
-    training = _prepare(config)
-    engine = training.engine
     with ExitStack() as stack:
+        training = _prepare(config, stack)
+        engine = training.engine
         interrupt = stack.enter_context(Interrupt())
         log = stack.enter_context(MetricLog(training.run, config.loggers, config, engine.updates)) if training.world.leads else None
         show = config.show_progress and training.world.leads
@@ -163,12 +164,16 @@ def _train(training: _Training, interrupt: Interrupt, log: MetricLog | None, pro
         _save(training)
 
 
-def _prepare(config: SftConfig) -> _Training:
-    """Everything up to the first update: data, statistics, policy, engine, and the last checkpoint if there is one."""
+def _prepare(config: SftConfig, stack: ExitStack) -> _Training:
+    """Everything up to the first update: data, statistics, policy, engine, and the last checkpoint if there is one.
+
+    Rank 0 is the run directory's only writer until `stack` is closed.
+    """
     world = open_world(config.engine.device)
     if config.global_batch_size % world.size:
         raise ConfigError(f"global_batch_size is {config.global_batch_size}, which {world.size} ranks cannot share; make it a multiple")
-    run = RunDirectory.open(config.run_dir, config) if world.leads else RunDirectory(Path(config.run_dir))
+    opened = RunDirectory.open(config.run_dir, config) if world.leads else nullcontext(RunDirectory(Path(config.run_dir)))
+    run = stack.enter_context(opened)
     world.barrier()
     dataset, validation = open_datasets(config.data)
     policy = _make_policy(config, dataset, run, world)

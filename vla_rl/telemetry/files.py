@@ -1,20 +1,30 @@
-"""Files that survive a crash: atomic writes, append-only JSON lines, and reading them back."""
+"""Files that survive a crash: atomic writes, append-only JSON lines, and reading them back; and one writer at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import platform
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vla_rl.errors import UserError
+
+LOCK_FILE = ".lock"
+"""In a folder that one process at a time writes to; says which one does."""
 
 
 class DamagedFileError(UserError):
     """A file of a run that no longer holds what was written."""
+
+
+class FolderInUseError(UserError):
+    """A folder that another process is writing to."""
 
 
 @contextmanager
@@ -55,6 +65,35 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Inside the block, no other process can be the writer of `folder` (`flock`; the kernel lets go however a process ends).
+
+    Raises FolderInUseError naming the process that is, OSError where the file system has no locks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK_FILE, "a+") as lock:
+        _take(lock, folder)
+        yield
+
+
+def _take(lock: TextIO, folder: Path) -> None:
+    """Lock the file, and write into it whose it is now."""
+    try:
+        with naming(folder / LOCK_FILE):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        raise FolderInUseError(
+            f"{folder} is being written to by {holder}; wait until it has ended, end it, or use another folder (run_dir)"
+        ) from error
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()} ({command})")
+    lock.flush()
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -6,7 +6,8 @@ config.yaml  environment.json  metrics.jsonl  spans.jsonl  episodes.jsonl  video
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 
 from vla_rl.config import ConfigError, difference, read_yaml, to_plain, with_defaults
 from vla_rl.telemetry.environment import environment
-from vla_rl.telemetry.files import append_jsonl, write_json, write_text
+from vla_rl.telemetry.files import append_jsonl, only_writer, write_json, write_text
 
 FREE_TO_CHANGE = ("run_dir", "show_progress", "cluster")
 """Top-level recipe fields that do not make a run another run: also where it runs, so that it can go on elsewhere."""
@@ -30,24 +31,21 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def open(cls, path: str | Path, config: Any, free: Sequence[str] = ()) -> RunDirectory:
-        """Create the directory of a recipe, or reopen it to resume.
+    @contextmanager
+    def open(cls, path: str | Path, config: Any, free: Sequence[str] = ()) -> Iterator[RunDirectory]:
+        """Create the directory of a recipe, or reopen it to resume; inside the block this process is the only one that does.
 
         Writes `config.yaml` (resolved) and `environment.json`. free: key paths of this recipe that may change when it goes on, beside
         `FREE_TO_CHANGE`; `config.yaml` then says what was set last. A start that recorded nothing (a missing checkpoint, a port in
         use) binds nobody: the corrected recipe takes its place.
-        Raises ConfigError naming every differing key if the directory holds a run of another recipe.
+        Raises ConfigError naming every differing key if the directory holds a run of another recipe, FolderInUseError naming the
+        process that is running there.
         """
         run = cls(Path(path))
-        resolved = to_plain(config)
-        config_file = run.path / "config.yaml"
-        known = config_file.exists() and _has_results(run.path)
-        if known:
-            _require_same(run.path, with_defaults(config, read_yaml(config_file)), resolved, (*FREE_TO_CHANGE, *free))
-        if not known or free:
-            write_text(config_file, yaml.safe_dump(resolved, sort_keys=False))
-        write_json(run.path / "environment.json", environment())
-        return run
+        with only_writer(run.path):
+            _keep_recipe(run.path, config, free)
+            write_json(run.path / "environment.json", environment())
+            yield run
 
     @property
     def checkpoints(self) -> Path:
@@ -77,6 +75,16 @@ class RunDirectory:
     def metrics(self, row: Mapping[str, Any]) -> None:
         """Append one row to `metrics.jsonl`, with the wall-clock `time` (s since 1970)."""
         append_jsonl(self.metrics_file, {"time": time.time(), **row})
+
+
+def _keep_recipe(path: Path, config: Any, free: Sequence[str]) -> None:
+    """Write `config.yaml`, or compare with the one that is there; see `RunDirectory.open`."""
+    resolved, file = to_plain(config), path / "config.yaml"
+    known = file.exists() and _has_results(path)
+    if known:
+        _require_same(path, with_defaults(config, read_yaml(file)), resolved, (*FREE_TO_CHANGE, *free))
+    if not known or free:
+        write_text(file, yaml.safe_dump(resolved, sort_keys=False))
 
 
 def _has_results(path: Path) -> bool:
