@@ -84,6 +84,9 @@ def test_fills_nested_values_and_converts_only_what_is_safe() -> None:
         ({"run_dir": "x", "optimizer": {"betas": [0.9]}}, r"optimizer.betas has 1 values; it takes 2"),
         ({"run_dir": "x", "optimizer": 3}, r"optimizer is 3; it must be a mapping with keys lr, schedule, betas"),
         ({"run_dir": "x", "names": "abc"}, r"names is 'abc'; it must be a list"),
+        ({"run_dir": "x", "limit": float("nan")}, r"limit is nan; it must be a finite number"),
+        ({"run_dir": "x", "optimizer": {"lr": float("inf")}}, r"optimizer.lr is inf; it must be a finite number"),
+        ({"run_dir": "x", "optimizer": {"betas": [0.9, float("nan")]}}, r"optimizer.betas\[1\] is nan; it must be a finite number"),
         ({"run_dir": "x", "limit": "no"}, r"limit is 'no' \(str\); it must be a float"),
         ({"run_dir": "x", "model": {"width": 3}}, r"model.family must say which one it is: 'small', 'large'"),
         ({"run_dir": "x", "model": {"family": "smal"}}, r"model.family is 'smal'; did you mean 'small'\?"),
@@ -101,6 +104,23 @@ def test_yaml_file_reads_exponents_as_numbers_and_refuses_duplicates(tmp_path: P
     assert load_recipe(Recipe, path).optimizer.lr == 3e-4
     path.write_text("run_dir: x\nupdates: 1\nupdates: 2\n")
     with pytest.raises(ConfigError, match="key updates is given twice"):
+        load_recipe(Recipe, path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x89PNG\r\n\x1a\n", "is not text in UTF-8 .* at byte 0"),
+        ("run_dir: café".encode("latin-1"), "is not text in UTF-8 .*saved as UTF-8"),
+        (b"run_dir: x\n? [a, b]\n: c\n", "line 2: a key is a list or a mapping; it must be a name"),
+        (b"run_dir: x\n\tupdates: 3\n", "is not YAML"),
+        (b"- run_dir\n", "holds a list; a recipe is a mapping"),
+    ],
+)
+def test_files_that_are_no_recipe_are_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"recipe\.yaml:? {message}"):
         load_recipe(Recipe, path)
 
 
@@ -134,6 +154,8 @@ def test_override_that_contradicts_is_a_config_error(tmp_path: Path, capsys: pyt
         load_recipe(Recipe, path, ["--optimizer.lr", "-1"])
     with pytest.raises(SystemExit):
         load_recipe(Recipe, path, ["--optimizer.lrr", "1"])
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is inf; it must be a finite number"):
+        load_recipe(Recipe, path, ["--optimizer.lr", "inf"])
     assert "--optimizer.lr" in capsys.readouterr().err
 
 
@@ -144,7 +166,7 @@ recipes = st.builds(
     colour=st.sampled_from(Colour),
     optimizer=st.builds(Optimizer, lr=st.floats(min_value=1e-9, max_value=1e9), betas=st.tuples(st.floats(0, 1), st.floats(0, 1))),
     names=st.lists(st.text()).map(tuple),
-    limit=st.none() | st.floats(allow_nan=False),
+    limit=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     model=st.builds(Small, width=st.integers()) | st.builds(Large, depth=st.integers()),
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -42,6 +43,9 @@ def _mapping_without_duplicates(loader: yaml.SafeLoader, node: yaml.MappingNode)
     twice = {str(key) for key in own if own.count(key) > 1}
     if twice:
         raise ConfigError(f"line {node.start_mark.line + 1}: key {', '.join(sorted(twice))} is given twice; keep one")
+    nested = [key.start_mark.line + 1 for key, _ in node.value if not isinstance(key, yaml.ScalarNode)]
+    if nested:
+        raise ConfigError(f"line {nested[0]}: a key is a list or a mapping; it must be a name")
     loader.flatten_mapping(node)  # `<<: *other` brings another mapping's keys, which come first: the mapping's own ones win
     return {loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value}
 
@@ -68,7 +72,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         hint = f"; did you mean {path.parent / nearby[0]}?" if nearby else ""
         raise ConfigError(f"no recipe at {path}{hint}")
     try:
-        values = yaml.load(path.read_text(), _RecipeLoader)
+        values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}); give a recipe, saved as UTF-8") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     except ConfigError as error:
@@ -85,14 +91,30 @@ def override[T](config: T, arguments: Sequence[str], program: str) -> T:
     import tyro
 
     try:
-        return tyro.cli(type(config), default=config, args=list(arguments), prog=program, config=(tyro.conf.AvoidSubcommands,))
+        changed = tyro.cli(type(config), default=config, args=list(arguments), prog=program, config=(tyro.conf.AvoidSubcommands,))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    _require_finite(to_plain(changed), "", program)
+    return changed
 
 
 def build[T](config_class: type[T], values: Mapping[str, Any], where: str = "recipe") -> T:
     """Fill a dataclass from plain values. Raises ConfigError, see the module's docstring."""
-    return _build(config_class, values, "", config_class, where)
+    config = _build(config_class, values, "", config_class, where)
+    _require_finite(to_plain(config), "", where)
+    return config
+
+
+def _require_finite(plain: Any, key_path: str, where: str) -> None:
+    """No recipe means infinity or NaN, and both pass checks such as "above 0" or "at least 0"."""
+    if isinstance(plain, float) and not math.isfinite(plain):
+        raise ConfigError(f"{where}: {key_path} is {plain}; it must be a finite number")
+    if isinstance(plain, Mapping):
+        for key, value in plain.items():
+            _require_finite(value, _join(key_path, str(key)), where)
+    if isinstance(plain, list):
+        for index, value in enumerate(plain):
+            _require_finite(value, f"{key_path}[{index}]", where)
 
 
 def _build(config_class: type, values: Mapping[str, Any], key_path: str, root: type, where: str) -> Any:
