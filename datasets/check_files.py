@@ -16,7 +16,7 @@ import pyarrow as pa
 from vla_rl.datasets import lerobot_format as names
 from vla_rl.datasets.check_numbers import TIME_TOLERANCE_S
 from vla_rl.datasets.episode_rows import EpisodeInfo
-from vla_rl.datasets.files import array, open_file, subgroup
+from vla_rl.datasets.files import array, dataset, open_file, subgroup
 from vla_rl.datasets.findings import Finding
 from vla_rl.datasets.lerobot_catalog import open_catalog, read_table
 from vla_rl.datasets.lerobot_read import LeRobotInfo, read_rows
@@ -43,7 +43,8 @@ def _hdf5(info: EpisodeInfo) -> Iterator[Finding]:
         demo = subgroup(file, f"data/{info.demo}")
         rows = {name: len(array(demo, name)) for name in ("actions", "states", "rewards")}
         index_F = array(demo, "obs/frame_index")
-        pictures = {view: subgroup(demo, "obs")[key].shape[0] for view, key in IMAGE_KEYS.items()}  # pyright: ignore[reportAttributeAccessIssue]
+        observations = subgroup(demo, "obs")
+        pictures = {view: len(dataset(observations, key)) if key in observations else 0 for view, key in IMAGE_KEYS.items()}
     short = {name: count for name, count in rows.items() if count != info.num_steps}
     if short:
         yield Finding("dropped-tail", info.name, f"declares {info.num_steps} control steps, has {short}", RECORD_AGAIN)

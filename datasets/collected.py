@@ -36,7 +36,7 @@ class Store(Protocol):
         ...
 
     def remove(self, number: int) -> None:
-        """Take an episode out again (an operator's undo)."""
+        """Take an episode out again (an operator's undo), if it is there: a take that was not kept never was."""
         ...
 
 

@@ -6,19 +6,30 @@ Shape legend: see `vla_rl/episode.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from vla_rl.datasets.episode_rows import Ending, EpisodeInfo, EpisodeRows, build_steps, chunk_columns, has_states, rows_of
+from vla_rl.datasets.episode_rows import (
+    Ending,
+    EpisodeInfo,
+    EpisodeRows,
+    build_steps,
+    chunk_columns,
+    has_states,
+    require_alike,
+    rows_of,
+)
 from vla_rl.datasets.episodes import load_actions, load_episode
 from vla_rl.datasets.lerobot_catalog import open_catalog
 from vla_rl.datasets.lerobot_copy import copy_episode, in_files, kept_pictures
 from vla_rl.datasets.lerobot_format import ROBOT_STATE, Pictures
-from vla_rl.datasets.lerobot_parts import EpisodeParts
+from vla_rl.datasets.lerobot_parts import EpisodeParts, parts_of
 from vla_rl.datasets.lerobot_read import LeRobotInfo
 from vla_rl.datasets.lerobot_store import LeRobotStore
 from vla_rl.datasets.samples import NO_OP_MOTION
@@ -43,7 +54,9 @@ class Edited:
 
 
 def format_of(infos: Sequence[EpisodeInfo]) -> Target:
-    """The one format of some episodes. Raises DatasetError for a mixture."""
+    """The one format of some episodes. Raises DatasetError for a mixture, or none at all."""
+    if not infos:
+        raise DatasetError("there is no episode in it; record some first (vla-rl collect)")
     formats = {isinstance(info, LeRobotInfo) for info in infos}
     if len(formats) != 1:
         raise DatasetError("HDF5 files and LeRobot folders together: bring them to one format first (vla-rl data convert)")
@@ -56,23 +69,35 @@ def require_new(folder: Path) -> None:
         raise DatasetError(f"{folder}: is not empty; name a new folder, datasets are never changed in place")
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """A folder for what the block writes: all of it, or nothing, so that the same command can be given again.
+
+    Raises DatasetError unless nothing is in it yet.
+    """
+    require_new(folder)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 def convert(paths: Sequence[str | Path], folder: Path, target: Target, pictures: Pictures | None = None) -> Edited:
     """Write the episodes of `paths` in another format (or LeRobot's with other pictures, or its v3 from v2).
 
-    Raises DatasetError, before anything is written, for episodes that the target cannot hold.
+    Raises DatasetError for episodes that the target cannot hold; then nothing is left in `folder`.
     """
     infos = list_episodes(paths)
-    require_new(folder)
     source = format_of(infos)
-    if target == "hdf5":
-        if pictures is not None:
-            raise DatasetError("--pictures is about LeRobot's format; HDF5 keeps pictures as they are")
-        return _to_hdf5(infos, folder)
-    if source == "lerobot":
-        kept = kept_pictures(open_catalog(infos[0].path))
-        if pictures in (None, kept):
-            return _copy_folders(infos, folder, kept)
-    return _to_lerobot(infos, folder, pictures or "png")
+    if target == "hdf5" and pictures is not None:
+        raise DatasetError("--pictures is about LeRobot's format; HDF5 keeps pictures as they are")
+    with new_folder(folder):
+        if target == "hdf5":
+            return _to_hdf5(infos, folder)
+        if source == "lerobot" and (pictures is None or set(_pictures_of(infos).values()) == {pictures}):
+            return _copy_folders(infos, folder, _same_pictures(infos))
+        return _to_lerobot(infos, folder, pictures or "png")
 
 
 def _to_hdf5(infos: Sequence[EpisodeInfo], folder: Path) -> Edited:
@@ -137,17 +162,32 @@ def _edited(folder: Path, infos: Sequence[EpisodeInfo], notes: Sequence[str] = (
 
 
 def merge_datasets(paths: Sequence[str | Path], folder: Path) -> Edited:
-    """Several datasets of one format as one: LIBERO's file per task from HDF5, a folder with large files from LeRobot."""
+    """Several datasets of one format as one: LIBERO's file per task from HDF5, a folder with large files from LeRobot.
+
+    Raises DatasetError for datasets that do not go together; then nothing is left in `folder`.
+    """
     infos = list_episodes(paths)
-    require_new(folder)
-    if format_of(infos) == "hdf5":
+    format = format_of(infos)
+    require_alike(infos)
+    with new_folder(folder):
+        if format == "lerobot":
+            return _copy_folders(infos, folder, _same_pictures(infos))
         merge(paths, folder)
         return _edited(folder, infos)
-    kinds: dict[Path, Pictures] = {path: kept_pictures(open_catalog(path)) for path in dict.fromkeys(info.path for info in infos)}
+
+
+def _pictures_of(infos: Sequence[EpisodeInfo]) -> dict[Path, Pictures]:
+    """LeRobot folder -> how it keeps its pictures."""
+    return {path: kept_pictures(open_catalog(path)) for path in dict.fromkeys(info.path for info in infos)}
+
+
+def _same_pictures(infos: Sequence[EpisodeInfo]) -> Pictures:
+    """How the folders of some episodes keep their pictures. Raises DatasetError where they differ."""
+    kinds = _pictures_of(infos)
     if len(set(kinds.values())) > 1:
         listed = ", ".join(f"{path}: {kind}" for path, kind in kinds.items())
         raise DatasetError(f"pictures are kept in different ways ({listed}); convert to one with vla-rl data convert --pictures")
-    return _copy_folders(infos, folder, next(iter(kinds.values())))
+    return next(iter(kinds.values()))
 
 
 @dataclass(frozen=True)
@@ -177,26 +217,46 @@ def filter_dataset(paths: Sequence[str | Path], folder: Path, rule: Filter) -> E
     infos = list_episodes(paths)
     require_new(folder)
     _require_known(infos, rule)
-    kept = [info for number, info in enumerate(infos) if rule.keeps(number, info)]
+    kept = {number: info for number, info in enumerate(infos) if rule.keeps(number, info)}
     if not kept:
         raise DatasetError(f"nothing is left of {len(infos)} episodes; loosen the filter")
-    if rule.no_ops and any(info.frame_every != 1 for info in kept):
+    keep_N = _steps_that_stay(kept, rule)
+    with new_folder(folder):
+        _write_filtered(kept, keep_N, folder, rule)
+    steps = sum(int(stay_N.sum()) for stay_N in keep_N.values())
+    dropped_steps = sum(info.num_steps for info in kept.values()) - steps
+    return Edited(folder, len(kept), steps, len(infos) - len(kept), dropped_steps)
+
+
+def _steps_that_stay(kept: Mapping[int, EpisodeInfo], rule: Filter) -> dict[int, Bool]:
+    """Episode -> bool[N]. Raises DatasetError for episodes that cannot lose steps, or would lose all of them."""
+    if not rule.no_ops:
+        return {number: np.ones(info.num_steps, np.bool_) for number, info in kept.items()}
+    if any(info.frame_every != 1 for info in kept.values()):
         raise DatasetError("steps cannot be taken out of episodes with sparse pictures; fill them in first (vla-rl replay --fill-into)")
-    lerobot = format_of(kept) == "lerobot"
-    store = LeRobotStore(folder, kept_pictures(open_catalog(kept[0].path))) if lerobot else EpisodeStore(folder)
-    dropped = 0
+    keep_N = {number: moving_steps(load_actions(info)) for number, info in kept.items()}
+    still = [number for number, stay_N in keep_N.items() if not stay_N.any()]
+    if still:
+        raise DatasetError(
+            f"{kept[still[0]].name}: all {kept[still[0]].num_steps} actions are no-ops; "
+            f"leave such episodes out with --without-numbers {' '.join(map(str, still))}"
+        )
+    return keep_N
+
+
+def _write_filtered(kept: Mapping[int, EpisodeInfo], keep_N: Mapping[int, Bool], folder: Path, rule: Filter) -> None:
+    lerobot = format_of(list(kept.values())) == "lerobot"
+    store = LeRobotStore(folder, _same_pictures(list(kept.values()))) if lerobot else EpisodeStore(folder)
     with store.writing():
-        for number, info in enumerate(kept):
-            keep_N = moving_steps(load_actions(info)) if rule.no_ops else np.ones(info.num_steps, np.bool_)
-            if not keep_N.any():
-                raise DatasetError(f"{info.name}: all {info.num_steps} actions are no-ops; leave it out with --without-numbers {number}")
-            dropped += int((~keep_N).sum())
-            if isinstance(store, LeRobotStore) and isinstance(info, LeRobotInfo) and keep_N.all():
-                store.append([_noted_copy(info, number, rule)])
+        for position, (number, info) in enumerate(kept.items()):
+            if isinstance(store, LeRobotStore) and isinstance(info, LeRobotInfo) and keep_N[number].all():
+                store.append([_noted_copy(info, position, rule)])
+                continue
+            episode = _filtered(load_episode(info), keep_N[number], info, rule)
+            if isinstance(store, LeRobotStore) and isinstance(info, LeRobotInfo):
+                store.append([parts_of(position, episode, store.pictures, info.fps)])
             else:
-                store.write(number, _filtered(load_episode(info), keep_N, info, rule), info.frame_every)
-    steps = sum(info.num_steps for info in kept) - dropped
-    return Edited(folder, len(kept), steps, len(infos) - len(kept), dropped)
+                store.write(position, episode, info.frame_every)
 
 
 def _require_known(infos: Sequence[EpisodeInfo], rule: Filter) -> None:

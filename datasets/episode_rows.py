@@ -185,5 +185,5 @@ def require_alike(infos: Sequence[EpisodeInfo]) -> None:
         if (info.resolution, info.conventions) != (first.resolution, first.conventions):
             raise DatasetError(
                 f"{info.name} ({info.resolution} px, {info.conventions.to_dict()}) is unlike "
-                f"{first.name} ({first.resolution} px, {first.conventions.to_dict()}); train on episodes of one kind"
+                f"{first.name} ({first.resolution} px, {first.conventions.to_dict()}); only episodes of one kind go together"
             )

@@ -179,6 +179,8 @@ def episode_infos(path: str | Path) -> list[EpisodeInfo]:
 
 
 def _info(path: Path, name: str, demo: h5py.Group) -> EpisodeInfo:
+    observations = subgroup(demo, "obs")
+    a_view = next((key for key in schema.IMAGE_KEYS.values() if key in observations), schema.IMAGE_KEYS[VIEWS[0]])
     return EpisodeInfo(
         path=path,
         demo=name,
@@ -188,7 +190,7 @@ def _info(path: Path, name: str, demo: h5py.Group) -> EpisodeInfo:
         num_steps=int(attribute(demo, "num_samples")),
         frame_every=int(attribute(demo, "frame_every")),
         num_frames=int(attribute(demo, "num_frames")),
-        resolution=dataset(demo, f"obs/{schema.IMAGE_KEYS[VIEWS[0]]}").shape[1],
+        resolution=dataset(observations, a_view).shape[1],
         conventions=Conventions.from_dict(json.loads(attribute(demo, "conventions"))),
     )
 
@@ -229,11 +231,12 @@ def _read_final(group: h5py.Group, info: EpisodeInfo) -> Observation | None:
 
 
 def _read_frames(group: h5py.Group, info: EpisodeInfo) -> dict[int, Observation]:
+    """The kept observations; a view that the file lacks is not in them, so that a re-simulation can fill it in."""
     observations = subgroup(group, "obs")
     states_NS = observed_states(observations)
     pictures = _read_pictures(observations, info)
     index_F = array(observations, "frame_index").tolist()
-    return {t: Observation({view: pictures[view][row] for view in VIEWS}, states_NS[t], info.prompt) for row, t in enumerate(index_F)}
+    return {t: Observation({view: pictures[view][row] for view in pictures}, states_NS[t], info.prompt) for row, t in enumerate(index_F)}
 
 
 def observed_states(observations: h5py.Group) -> np.ndarray:

@@ -19,7 +19,7 @@ from vla_rl.datasets.episodes import load_episode, load_steps
 from vla_rl.datasets.files import write_bytes
 from vla_rl.datasets.lerobot_read import LeRobotInfo
 from vla_rl.datasets.png import encode_png
-from vla_rl.datasets.schema import reorient
+from vla_rl.datasets.schema import DatasetError, reorient
 from vla_rl.datasets.store import list_episodes
 from vla_rl.episode import VIEWS, Float32, UInt8
 
@@ -49,6 +49,8 @@ class Overview:
 def overview(paths: Sequence[str | Path]) -> Overview:
     """Read everything but pictures. Raises DatasetError."""
     infos = tuple(list_episodes(paths))
+    if not infos:
+        raise DatasetError(f"{', '.join(map(str, paths))}: holds no episode; record some first (vla-rl collect)")
     actions_RA = np.concatenate([load_steps(info, labels=False)[0] for info in infos])
     return Overview(tuple(map(str, paths)), infos, actions_RA, _size(infos))
 
@@ -129,6 +131,7 @@ def _card(number: int, info: EpisodeInfo) -> str:
         f"<img alt='{view} at step {t}' title='{view} before step {t}' src='{_embedded(frame.images[view], info)}'>"
         for view in VIEWS
         for t, frame in shown
+        if view in frame.images
     )
     person = sum(int(step.intervention_E.sum()) for step in episode.steps)
     note = f", {person} by a person" if person else ""

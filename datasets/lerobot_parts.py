@@ -54,15 +54,16 @@ class EpisodeParts:
         return self.table.num_rows
 
 
-def parts_of(number: int, episode: Episode, pictures: Pictures) -> EpisodeParts:
+def parts_of(number: int, episode: Episode, pictures: Pictures, fps: int | None = None) -> EpisodeParts:
     """The parts of an episode; one without simulator states (of others) has no column for the robot's and cannot be replayed.
 
-    Raises DatasetError for what the format cannot hold: a control step without picture or states, several instructions.
+    fps: rows per second that the folder declares; None: the control rate. Raises DatasetError for what the format cannot hold: a
+    control step without picture or states, several instructions.
     """
     conventions, replayable = conventions_of(episode), has_states(episode)
     frames = required_frames(episode, frame_every=1)
     stacks = {view: np.stack([frame.images[view] for frame in frames.values()]) for view in VIEWS}
-    resolution, fps = stacks[VIEWS[0]].shape[1], conventions.control_rate_hz
+    resolution, fps = stacks[VIEWS[0]].shape[1], fps or conventions.control_rate_hz
     columns: dict[str, pa.Array] = {}
     videos: dict[str, bytes] = {}
     for view, feature in IMAGE_FEATURES.items():
@@ -168,10 +169,12 @@ def replay_schema(picture_features: Sequence[str]) -> pa.Schema:
     )
 
 
-def require_fitting(folder: Any, features: Mapping[str, Mapping[str, Any]], fps: int, parts: EpisodeParts) -> None:
-    """Raise DatasetError naming what an episode has otherwise than the dataset it shall join."""
-    theirs = {name: _kind(feature) for name, feature in features.items()} | {"fps": fps}
-    own = {name: _kind(feature) for name, feature in parts.features.items()} | {"fps": parts.fps}
+def require_fitting(
+    folder: Any, features: Mapping[str, Mapping[str, Any]], fps: int, conventions: Conventions, parts: EpisodeParts
+) -> None:
+    """Raise DatasetError naming what an episode has otherwise than the dataset it shall join, which declares its conventions once."""
+    theirs = {name: _kind(feature) for name, feature in features.items()} | {"fps": fps, **conventions.to_dict()}
+    own = {name: _kind(feature) for name, feature in parts.features.items()} | {"fps": parts.fps, **parts.conventions.to_dict()}
     unlike = [f"{name} is {own.get(name, 'absent')}, there {theirs.get(name, 'absent')}" for name in {**theirs, **own}]
     unlike = [line for line, name in zip(unlike, {**theirs, **own}) if own.get(name) != theirs.get(name)]
     if unlike:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from vla_rl.conventions import Conventions
 from vla_rl.datasets import lerobot_format as names
 from vla_rl.datasets.files import write_bytes
 from vla_rl.datasets.lerobot_catalog import open_catalog, read_episode_rows, read_table, read_tasks
@@ -99,15 +100,15 @@ class LeRobotStore:
         return read_lerobot_episode(found[0])
 
     def remove(self, number: int) -> None:
-        """Take an episode out again. Those after it move up, because LeRobot finds episodes by their position.
+        """Take an episode out again, if it is there. Those after it move up, because LeRobot finds episodes by their position.
 
-        They are copied aside first, so that a kill in between loses none. Raises DatasetError for a number that is not there.
+        They are copied aside first, so that a kill in between loses none.
         """
-        writer, infos = self._writer(), sorted(lerobot_infos(self.folder), key=lambda info: info.entry.episode_index)
-        numbers = [info.entry.row["number"] for info in infos]
-        if number not in numbers:
-            raise DatasetError(f"{self.folder}: no episode with number {number}")
-        place = numbers.index(number)
+        writer = self._writer()
+        if number not in writer.numbers:
+            return
+        infos = sorted(lerobot_infos(self.folder), key=lambda info: info.entry.episode_index)
+        place = [info.entry.row["number"] for info in infos].index(number)
         if later := infos[place + 1 :]:
             aside = LeRobotStore(self.folder / ASIDE, self.pictures)
             with aside.writing():
@@ -147,6 +148,7 @@ class _State:
         self._tally = Tally()
         self._features: dict[str, Any] | None = None
         self._fps = 0
+        self._conventions = Conventions()
         self._files = 1 + max((data_file_number(row) for row in self._rows), default=-1)
         self._statistics_at = 0
         if self._rows and not (folder / names.OURS_PATH).is_file():
@@ -182,6 +184,7 @@ class _State:
         """Take features and statistics up from the files, and write `info.json` anew: its writer may have been killed just before."""
         info = names.read_info(self.folder)
         self._features, self._fps = info["features"], info["fps"]
+        self._conventions = Conventions.from_dict(read_json(self.folder / names.OURS_PATH)["conventions"])
         for place in map(Place.number, sorted({data_file_number(row) for row in self._rows})):
             replay, data = self.folder / place.path(names.REPLAY_PATH), self.folder / place.path(names.DATA_PATH)
             vectors = [name for name, feature in info["features"].items() if feature["dtype"] not in ("image", "video")]
@@ -204,11 +207,11 @@ class _State:
     def append(self, episodes: Sequence[EpisodeParts]) -> int:
         """See `LeRobotStore.append`. After a StorageError the same call again is right: what it remembers follows what is written."""
         if self._features is None:
-            write_bytes(self.folder / names.OURS_PATH, json_bytes(names.ours(episodes[0].conventions, self._pictures)))
-            self._features, self._fps = dict(episodes[0].features), episodes[0].fps
+            self._features, self._fps, self._conventions = dict(episodes[0].features), episodes[0].fps, episodes[0].conventions
+            write_bytes(self.folder / names.OURS_PATH, json_bytes(names.ours(self._conventions, self._pictures)))
             self.write_info()
         for parts in episodes:
-            require_fitting(self.folder, self._features, self._fps, parts)
+            require_fitting(self.folder, self._features, self._fps, self._conventions, parts)
         place = Place.number(self._files)
         new_tasks = [parts.prompt for parts in episodes if parts.prompt not in self._tasks]
         self._tasks |= {text: len(self._tasks) + i for i, text in enumerate(dict.fromkeys(new_tasks))}

@@ -84,7 +84,7 @@ class PngColumns:
     def __init__(self) -> None:
         self._spans: dict[tuple[Path, str], Int64 | None] = {}
         self._descriptors: OrderedDict[Path, int] = OrderedDict()
-        self._groups: OrderedDict[tuple[Path, str, int], list[bytes]] = OrderedDict()
+        self._groups: OrderedDict[tuple[Path, str, int], list[bytes | None]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_spans": self._spans, "_descriptors": OrderedDict(), "_groups": OrderedDict()}
@@ -123,9 +123,12 @@ class PngColumns:
             if len(self._groups) >= KEPT_GROUPS:
                 self._groups.popitem(last=False)
             column = pq.ParquetFile(path).read_row_group(group, columns=[feature])[feature]
-            self._groups[key] = [value["bytes"] for value in column.to_pylist()]
+            self._groups[key] = [None if value is None else value["bytes"] for value in column.to_pylist()]
         self._groups.move_to_end(key)
-        return self._groups[key][row]
+        content = self._groups[key][row]
+        if content is None:
+            raise DatasetError(f"{path}: row {row} of row group {group} has no picture in {feature}; restore it, or leave the episode out")
+        return content
 
     def close(self) -> None:
         """Close the files."""

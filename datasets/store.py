@@ -132,7 +132,7 @@ def merge(paths: Sequence[str | Path], folder: str | Path) -> list[Path]:
 def _task_name(info: EpisodeInfo) -> str:
     """LIBERO's name of the task (of its BDDL file); the instruction where a goal of our own replaces the task's."""
     if info.spec.goal or info.spec.prompt:
-        return re.sub(r"[^a-z0-9]+", "_", f"{info.spec.suite}_{info.spec.task}_{info.prompt}".lower()).strip("_")
+        return re.sub(r"\W+", "_", f"{info.spec.suite}_{info.spec.task}_{info.prompt}".lower()).strip("_")
     with open_file(info.path) as file:
         bddl_file = attribute(data_group(file), "bddl_file_name")
     return Path(bddl_file).stem or f"{info.spec.suite}_{info.spec.task}"

@@ -112,7 +112,7 @@ def copy_pictures(sources: Sequence[tuple[Path | io.BytesIO, int, int | None]], 
         stream: Any = None
         written = 0
         for source, first, count in sources:
-            with av.open(source if isinstance(source, io.BytesIO) else str(source)) as container:
+            with _opened(source) as container:
                 template = container.streams.video[0]
                 stream = stream or target.add_stream_from_template(template, opaque=True)
                 copied = _copy_packets(container, template, target, stream, range(first, first + (count or 2**40)), written, fps)
@@ -122,6 +122,22 @@ def copy_pictures(sources: Sequence[tuple[Path | io.BytesIO, int, int | None]], 
                 )
             written += copied
     return output.getvalue()
+
+
+def _opened(source: Path | io.BytesIO) -> Any:
+    """A video to read from. Raises DatasetError for a file that is missing or damaged."""
+    try:
+        container = av.open(source if isinstance(source, io.BytesIO) else str(source))
+    except (FFmpegError, OSError) as error:
+        raise _unreadable(source, error) from error
+    if not container.streams.video:
+        container.close()
+        raise _unreadable(source, "no video in it")
+    return container
+
+
+def _unreadable(source: object, why: object) -> DatasetError:
+    return DatasetError(f"{source}: not a readable video ({why}); restore it, or record or convert the episode again")
 
 
 def _copy_packets(container: Any, template: Any, target: Any, stream: Any, wanted: range, written: int, fps: int) -> int:
@@ -225,26 +241,18 @@ class _OpenVideo:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._container = av.open(str(path))
-        except (FFmpegError, OSError) as error:
-            raise self._unreadable(error) from error
-        if not self._container.streams.video:
-            raise self._unreadable("no video in it")
+        self._container = _opened(path)
         self._stream: Any = self._container.streams.video[0]
         self._stream.codec_context.thread_count = 1  # small pictures: threads cost more than they give
         try:
             self._packets = _packets_of(self._container, self._stream)
         except FFmpegError as error:
-            raise self._unreadable(error) from error
+            raise _unreadable(self._path, error) from error
         self._file = open(path, "rb")  # noqa: SIM115 - it is closed with the container
         self._fed = -1
         """The picture that the decoder was given last, when pictures are read from their places."""
         self._frames: Any = None
         self._next = _NOWHERE
-
-    def _unreadable(self, why: object) -> DatasetError:
-        return DatasetError(f"{self._path}: not a readable video ({why}); restore it, or record or convert the episode again")
 
     def read(self, numbers: Sequence[int], fps: int) -> UInt8:
         """uint8[F, H, W, 3] of ascending picture numbers."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vla_rl.config import ConfigError, nearest_name
-from vla_rl.datasets.edit import Edited, Filter, convert, filter_dataset, merge_datasets, require_new
+from vla_rl.datasets.edit import Edited, Filter, convert, filter_dataset, merge_datasets, new_folder
 
 DATASET_HELP = "HDF5 files, folders of them, LeRobot folders (v2 or v3), or collect runs"
 
@@ -86,8 +86,8 @@ def _import(options: argparse.Namespace) -> int:
 
     if options.suite is None or options.task is None or options.to != "hdf5" or len(options.dataset) != 1:
         raise ConfigError("a published file is one dataset with --suite, --task and --to hdf5 (then convert on to lerobot)")
-    require_new(options.into)
-    done = import_published(options.dataset[0], EpisodeStore(options.into), options.suite, options.task)
+    with new_folder(options.into):
+        done = import_published(options.dataset[0], EpisodeStore(options.into), options.suite, options.task)
     print(f"{done.episodes} episodes in {options.into}; observations were {done.late_by} step(s) late, now they precede their actions")
     return 0
 

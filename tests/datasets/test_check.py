@@ -121,6 +121,12 @@ def lost_picture(folder: Path) -> None:
     edit_arrays(folder, "obs/frame_index", lambda values: values[:-1], only_first=True)
 
 
+def lost_view(folder: Path) -> None:
+    path = min(folder.glob("*.hdf5"))
+    with h5py.File(path, "a") as file:
+        del file["data/demo_0/obs/eye_in_hand_rgb"]
+
+
 def beyond_the_controller(folder: Path) -> None:
     edit_arrays(folder, "actions", with_value(2, 0, 1.5), only_first=True)
 
@@ -153,6 +159,7 @@ HDF5_FAULTS: list[tuple[str, str, Spoil]] = [
         r"declares \d+ pictures .* has \d+",
         lost_picture,
     ),
+    ("missing-picture", r"has \d+: \{'image': \d+, 'image2': 0\}", lost_view),
     ("gripper-range", r"gripper actions lie in 0 \.\.\. 1", gripper_from_0_to_1),
     ("gripper-range", r"1 motions lie outside \[-1, 1\] \(up to 1.5\)", beyond_the_controller),
     ("gripper-sign", r"the fingers open when the action says close", fingers_move_with(-1.0)),

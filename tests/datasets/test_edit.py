@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vla_rl.conventions import Conventions, Orientation
 from vla_rl.datasets.edit import Filter, convert, filter_dataset, merge_datasets, moving_steps
 from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.hdf5 import encode_episode
@@ -70,6 +71,49 @@ def test_mixtures_are_refused(make_store: MakeStore, write_folder: WriteFolder, 
         merge_datasets([png, video], tmp_path / "m")
 
 
+def test_only_episodes_of_one_kind_are_merged_and_nothing_is_left_behind(
+    write_folder: WriteFolder, make_episode: MakeEpisode, tmp_path: Path
+) -> None:
+    """A folder declares orientation and rate once: another folder's pictures must not go in upside down, without a word."""
+    upright, turned = (
+        make_episode(seed, conventions=Conventions(orientation=o)) for seed, o in enumerate((Orientation.RAW, Orientation.ROTATED_180))
+    )
+    folders = [write_folder([episode], folder=name).folder for name, episode in (("a", upright), ("b", turned))]
+    slow = write_folder([make_episode(conventions=Conventions(control_rate_hz=10, orientation=Orientation.RAW))], folder="c").folder
+    large = write_folder([make_episode(size=16, conventions=Conventions(orientation=Orientation.RAW))], folder="d").folder
+    for other, what in ((folders[1], "rotated_180"), (slow, "'control_rate_hz': 10"), (large, "16 px")):
+        with pytest.raises(DatasetError, match=f"{what}.*is unlike.*only episodes of one kind go together"):
+            merge_datasets([folders[0], other], tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+    store = LeRobotStore(folders[0])
+    with store.writing(), pytest.raises(DatasetError, match="orientation is rotated_180, there raw"):
+        store.write(1, turned, 1)
+    hdf5 = EpisodeStore(tmp_path / "hdf5")
+    for number, episode in enumerate((upright, turned)):
+        hdf5.write(number, episode, 1)
+    with pytest.raises(DatasetError, match="orientation is rotated_180, there raw"):
+        convert([hdf5.folder], tmp_path / "converted", "lerobot")
+    assert not (tmp_path / "converted").exists(), "the same command can be given again"
+
+
+def test_codecs_are_not_mixed_in_one_file(write_folder: WriteFolder, make_episode: MakeEpisode, tmp_path: Path) -> None:
+    folders = [write_folder([make_episode(size=64)], kind, kind).folder for kind in ("h264", "av1")]
+    with pytest.raises(DatasetError, match="pictures are kept in different ways"):
+        convert(folders, tmp_path / "out", "lerobot")
+
+
+def test_instructions_of_any_alphabet_keep_tasks_apart(make_store: MakeStore, make_episode: MakeEpisode, tmp_path: Path) -> None:
+    prompts = ("拿起牛奶", "放下黄油", 'mettre "le lait" à côté')
+    store = make_store(0)
+    for number, prompt in enumerate(prompts):
+        spec = EpisodeSpec("libero_object", 0, f"sampled:{number}", "demonstrations", prompt=prompt)
+        store.write(number, make_episode(seed=number, spec=spec), 1)
+    assert merge_datasets([store.folder], tmp_path / "merged").episodes == 3
+    assert len(list((tmp_path / "merged").glob("*_demo.hdf5"))) == 3
+    convert([store.folder], tmp_path / "lerobot", "lerobot")
+    assert [info.prompt for info in list_episodes([tmp_path / "lerobot"])] == list(prompts)
+
+
 def still_at(episode: Episode, steps: set[int]) -> Episode:
     """The episode with actions of nothing but the gripper held at these steps, and one gripper everywhere."""
     start, changed = 0, []
@@ -111,6 +155,21 @@ def test_filter_drops_no_ops_failures_and_tasks_and_says_so(
     assert left.provenance["filtered"]["removed_steps"] == [0, 4, 5, 8]
     assert {key: value for key, value in left.provenance.items() if key != "filtered"} == episodes[0].provenance
     assert left.provenance["filtered"]["from"].endswith(("demo_0", "episode_000000"))
+
+
+def test_episodes_of_nothing_but_no_ops_are_named_by_the_numbers_that_leave_them_out(
+    make_store: MakeStore, make_episode: MakeEpisode, tmp_path: Path
+) -> None:
+    """Positions in the dataset, whatever else the filter drops before them; and nothing is written."""
+    store = make_store(0)
+    failed, moving = make_episode(seed=0, outcome=Outcome.FAILURE), make_episode(seed=1)
+    for number, episode in enumerate([failed, moving, *(still_at(make_episode(seed=seed), set(range(10))) for seed in (2, 3))]):
+        store.write(number, episode, 1)
+    with pytest.raises(DatasetError, match=r"all 10 actions are no-ops; leave such episodes out with --without-numbers 2 3$"):
+        filter_dataset([store.folder], tmp_path / "out", Filter(no_ops=True, failures=True))
+    assert not (tmp_path / "out").exists()
+    done = filter_dataset([store.folder], tmp_path / "out", Filter(no_ops=True, failures=True, without_numbers=(2, 3)))
+    assert (done.episodes, done.dropped_episodes) == (1, 3)
 
 
 def test_no_ops_are_those_of_openvla() -> None:

@@ -157,6 +157,27 @@ def test_published_episodes_can_be_filtered_and_kept_in_another_way(published: d
         require_replayable(list_episodes([left])[0], after[0])
 
 
+@pytest.mark.parametrize("kind", ["png", "video"])
+def test_no_ops_leave_published_episodes_whose_fps_is_not_the_control_rate(published: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """Episodes that lose steps lie beside those that are copied, at the 10 rows per second that the folder declares."""
+    folder = shutil.copytree(published[kind], tmp_path / "in")
+    (path,) = folder.glob("data/*/*.parquet")
+    table = pq.read_table(path)
+    actions = np.array(table["action"].to_pylist(), np.float32)
+    actions[LENGTHS[0] + 1, :6], actions[LENGTHS[0] + 1, 6] = 0, actions[LENGTHS[0], 6]
+    place = table.schema.get_field_index("action")
+    pq.write_table(table.set_column(place, "action", pa.array(actions.tolist(), table.schema.field(place).type)), path)
+    done = filter_dataset([folder], tmp_path / "out", Filter(no_ops=True))
+    assert (done.episodes, done.dropped_steps) == (3, 1)
+    infos = list_episodes([done.folder])
+    assert [info.num_steps for info in infos] == [LENGTHS[0], LENGTHS[1] - 1, LENGTHS[2]]
+    assert open_catalog(done.folder).fps == 10 and infos[1].conventions.control_rate_hz == 20
+    before, after = (load_episode(list_episodes([where])[1]) for where in (folder, done.folder))
+    assert np.array_equal(after.actions_NA(), before.actions_NA()[[0, 2]])
+    lossy = 2 if kind == "video" else 0  # mean of grey levels; the pictures of a step differ from the next one's by 9
+    assert np.abs(after.frames()[1].images["image"].astype(int) - before.frames()[2].images["image"]).mean() <= lossy
+
+
 def test_published_data_cannot_become_libero_hdf5(published: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="3 of 3 episodes have no simulator states and joint positions"):
         convert([published["png"]], tmp_path / "hdf5", "hdf5")
@@ -289,6 +310,8 @@ def test_damaged_folders_are_named(published: dict[str, Path], tmp_path: Path) -
     dataset = EpisodeDataset(list_episodes([broken]))
     with pytest.raises(DatasetError, match=r"file-000\.mp4: not a readable video"):
         next(dataset.sequential(1, 1))
+    with pytest.raises(DatasetError, match=r"file-000\.mp4: not a readable video"):
+        convert([broken], tmp_path / "copied", "lerobot")
     (rows,) = (broken / "meta/episodes").rglob("*.parquet")
     rows.write_bytes(rows.read_bytes()[:-50])
     with pytest.raises(DatasetError, match=r"meta/episodes/chunk-000/file-000\.parquet: not a whole parquet file"):
@@ -296,6 +319,18 @@ def test_damaged_folders_are_named(published: dict[str, Path], tmp_path: Path) -
     (broken / "meta/info.json").write_text("{")
     with pytest.raises(DatasetError, match=r"info\.json: not JSON"):
         open_catalog(broken)
+
+
+def test_a_picture_that_is_null_is_named(published: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(published["png"], tmp_path / "in")
+    (path,) = folder.glob("data/*/*.parquet")
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("observation.images.image2")
+    pictures = table["observation.images.image2"].to_pylist()
+    pictures[LENGTHS[0] + 2] = None
+    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(pictures, table.schema.field(place).type)), path)
+    with pytest.raises(DatasetError, match=r"row 7 of row group 0 has no picture in observation\.images\.image2"):
+        load_episode(list_episodes([folder])[1])
 
 
 def test_lerobots_own_quantiles_are_found_wrong_and_made_true(published: dict[str, Path], tmp_path: Path) -> None:
