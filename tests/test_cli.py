@@ -42,6 +42,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
             "success_rate=high must end in a number",
         ),
         (["collect", "configs/reach/collect.yaml", "--run-dir", "README.md/run"], "README.md/run'; a file is where a folder should be"),
+        (["collect", "configs/reach/collect.yaml", "--run-dir", "README.md"], "README.md'; a file is where a folder should be"),
         (["doctor", "--jsn"], "doctor takes only --json, not --jsn"),
     ],
 )

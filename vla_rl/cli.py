@@ -65,7 +65,7 @@ REMEDIES = {
     errno.EADDRINUSE: "choose another port",
     errno.ENOSPC: "free some room and start the same command again",
     errno.EDQUOT: "free some room and start the same command again",
-    errno.ENOTDIR: "a file is where a folder should be; choose another folder",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is where a folder should be; choose another folder"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place where you may read and write"),
 }
 """What to do about an error of the operating system."""

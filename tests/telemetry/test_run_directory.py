@@ -69,6 +69,14 @@ def test_a_run_goes_on_with_newer_code_where_new_fields_have_their_defaults(tmp_
         opened(tmp_path / "run", Recipe("run", inner=Inner(0.5)))
 
 
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_path_is_refused_and_leaves_nothing(empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="run_dir is empty, which would be the folder that"), RunDirectory.open(empty, Recipe(empty)):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_start_that_recorded_nothing_binds_nobody(tmp_path: Path) -> None:
     """As when a checkpoint was misspelt: the corrected recipe runs in the same directory, also of a pipeline with phases in it."""
     for folder in (tmp_path / "run", tmp_path / "run" / "phase"):

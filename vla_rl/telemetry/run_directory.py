@@ -38,9 +38,11 @@ class RunDirectory:
         Writes `config.yaml` (resolved) and `environment.json`. free: key paths of this recipe that may change when it goes on, beside
         `FREE_TO_CHANGE`; `config.yaml` then says what was set last. A start that recorded nothing (a missing checkpoint, a port in
         use) binds nobody: the corrected recipe takes its place.
-        Raises ConfigError naming every differing key if the directory holds a run of another recipe, FolderInUseError naming the
-        process that is running there.
+        Raises ConfigError naming every differing key if the directory holds a run of another recipe, and for an empty path;
+        FolderInUseError naming the process that is running there.
         """
+        if not str(path).strip():
+            raise ConfigError("run_dir is empty, which would be the folder that this command was started in; name one for the run")
         run = cls(Path(path))
         with only_writer(run.path):
             _keep_recipe(run.path, config, free)
