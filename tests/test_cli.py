@@ -1,5 +1,8 @@
 """Commands, exit statuses and what bad input prints."""
 
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -86,6 +89,31 @@ def test_bad_recipes_name_the_key_and_write_no_result(
     output = capsys.readouterr()
     assert message in output.err and "Traceback" not in output.err
     assert not (tmp_path / "x" / "episodes.jsonl").exists()
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_ctrl_c_is_one_clear_line(swallowed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also inside an import that guards itself against everything, and then fails."""
+
+    def report(arguments: Sequence[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            if not swallowed:
+                raise
+        raise ImportError("partially initialized module")
+
+    monkeypatch.setitem(COMMANDS, "report", report)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["report"]) == 130 and signal.getsignal(signal.SIGINT) is before
+    what = " (partially initialized module)" if swallowed else ""
+    assert capsys.readouterr().err == f"vla-rl report: interrupted{what}; start the same command again to go on\n"
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "report", lambda arguments: [][1])
+    with pytest.raises(IndexError):
+        main(["report"])
 
 
 BUSY = {

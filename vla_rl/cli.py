@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vla_rl.config import ConfigError, load_recipe, nearest_name
 from vla_rl.errors import UserError
-from vla_rl.process import end_process
+from vla_rl.process import INTERRUPTED, ctrl_c_leaves_a_mark, end_process
 
 USAGE = """usage: vla-rl COMMAND ...
 
@@ -51,14 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and rest[0] in HELP and name not in OWN_HELP:
         print(command_help(name))
         return 0
-    try:
-        return COMMANDS[name](rest)
-    except (UserError, OSError) as error:
-        print(f"vla-rl {name}: {error}{_remedy(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"vla-rl {name}: interrupted; start the same command again to go on", file=sys.stderr)
-        return 130
+    obeys = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a process in the background may have to ignore it
+    with ctrl_c_leaves_a_mark() if obeys else nullcontext([]) as pressed:
+        try:
+            return COMMANDS[name](rest)
+        except (UserError, OSError) as error:
+            print(f"vla-rl {name}: {error}{_remedy(error)}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"vla-rl {name}: interrupted; start the same command again to go on", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            if not pressed:  # only what Ctrl-C has caused ends here
+                raise
+            print(f"vla-rl {name}: interrupted ({error}); start the same command again to go on", file=sys.stderr)
+            return INTERRUPTED
 
 
 REMEDIES = {
@@ -229,8 +239,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def run_process() -> NoReturn:
-    """The console script: run the command of the process's arguments and end the process with its status."""
-    end_process(main())
+    """The console script: run the command of the process's arguments and end the process with its status, at once after another Ctrl-C."""
+    status = main()
+    signal.signal(signal.SIGINT, lambda *_: os._exit(status))
+    end_process(status)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,6 +44,20 @@ def test_a_long_block_is_broken_off_and_training_may_still_save() -> None:
         assert interrupt.requested
         assert reached == []
         interrupt_self()  # the same keypress
+
+
+def test_a_block_that_swallows_it_and_fails_is_broken_off_too() -> None:
+    """As libraries do that guard their imports; an error without Ctrl-C stays one."""
+    with Interrupt() as interrupt:
+        with pytest.raises(ImportError), interrupt.breaking():
+            raise ImportError
+        assert not interrupt.requested
+        with interrupt.breaking():
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupt_self()
+                time.sleep(60)
+            raise ImportError("partially initialized module")
+        assert interrupt.requested
 
 
 @pytest.mark.faults

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C (128 + SIGINT), as shells report it."""
+from vla_rl.process import INTERRUPTED, ctrl_c_leaves_a_mark
+
+__all__ = ["INTERRUPTED", "Interrupt"]
 SAME_KEYPRESS_S = 1.0
 """Two SIGINTs this close are one Ctrl-C: torchrun passes on what the terminal has already sent to every process."""
 
@@ -37,13 +38,15 @@ class Interrupt:
     @contextmanager
     def breaking(self) -> Iterator[None]:
         """Inside, Ctrl-C breaks off the block at once (as KeyboardInterrupt would) and counts as the first one."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            yield
-        except KeyboardInterrupt:
-            self._request()
-        finally:
-            signal.signal(signal.SIGINT, self._handle)
+        with ctrl_c_leaves_a_mark() as pressed:
+            try:
+                yield
+            except KeyboardInterrupt:
+                self._request()
+            except Exception:
+                if not pressed:
+                    raise
+                self._request()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.requested and time.monotonic() - self._first_s > SAME_KEYPRESS_S
