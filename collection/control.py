@@ -177,15 +177,25 @@ class Control:
         state.verdict = Verdict(Outcome.DISCARDED, SKIPPED)
         state.driver = Driver.WAITING
 
+    def drives(self, env: int, operator: str) -> bool:
+        """Whether it is this operator who acts next in `env`."""
+        return self._allowed(env, operator).driver is Driver.OPERATOR
+
+    def last_judged(self, operator: str) -> tuple[int, str]:
+        """Where the operator's last verdict ended a take, and the take's key. Raises Refused when there is nothing to undo."""
+        judged = self._last_judged(operator)
+        return judged.env, judged.take
+
+    def can_be_undone(self, take: str) -> bool:
+        """Whether the verdict about a take is the last one of an operator."""
+        return any(judged.take == take for judged in self._judged.values())
+
     def undo(self, operator: str) -> str:
         """Take back the operator's last verdict: its take goes on where it ended. Returns the take's key.
 
         The take that has begun in its place is given up. Raises Refused when there is nothing to undo, or another operator is there.
         """
-        self._require_present(operator)
-        judged = self._judged.get(operator)
-        if judged is None or judged.resumes:
-            raise Refused("there is no verdict of yours to undo; only the last one can be undone, once")
+        judged = self._last_judged(operator)
         state = self.envs[judged.env]
         if state.take == judged.take:  # the loop has not carried it out yet: the take simply goes on
             state.verdict = None
@@ -219,6 +229,13 @@ class Control:
         if state.holder not in ("", operator):
             raise Refused(f"env {env} is held by {state.holder}; it is free again when {state.holder} hands it back")
         return state
+
+    def _last_judged(self, operator: str) -> _Judged:
+        self._require_present(operator)
+        judged = self._judged.get(operator)
+        if judged is None or judged.resumes:
+            raise Refused("there is no verdict of yours to undo; only the last one can be undone, once")
+        return judged
 
     def _require_present(self, operator: str) -> None:
         if operator not in self.present:

@@ -17,7 +17,7 @@ import numpy as np
 
 from vla_rl.actors import Actor, ActorNeeds
 from vla_rl.collection.alarm import Alarm
-from vla_rl.collection.control import Control, Driver
+from vla_rl.collection.control import BY_OPERATOR, Control, Driver
 from vla_rl.collection.devices.base import Device
 from vla_rl.collection.devices.scripted import ScriptedOperator
 from vla_rl.collection.watched_pool import EnvMeter
@@ -122,6 +122,9 @@ class OperatedActor:
         """See `Actor.start`."""
         if self._policy is not None:
             self._policy.start(env, spec)
+        for lost in [seat for seat, other in self._seats.items() if other.spec == spec]:  # its worker died: the spec runs again, here
+            del self._seats[lost]
+            self._control.ended(lost)
         self._takes += 1
         fresh = (f"{spec.key}#{self._takes}", deque[ActionChunk](), TakeLog())
         take, replay, log = self._resumed.pop(spec.key, fresh)
@@ -220,7 +223,7 @@ class OperatedActor:
         if seat.observation is None:
             return None
         verdict = self._control.verdict(env)
-        if verdict is not None:
+        if verdict is not None and not (seat.replay and verdict.reason == BY_OPERATOR):  # a take is judged with all that it had
             return _ending(verdict)
         if seat.replay:
             return self._again(seat)

@@ -42,8 +42,6 @@ from vla_rl.rollout import POLL_S, look_of, run_episodes
 from vla_rl.sim.pool import MakeEnv, make_pool
 from vla_rl.telemetry.run_directory import RunDirectory
 
-KEPT_TAKES = 4
-"""Finished takes that stay in memory, so that their verdicts can be undone."""
 OUTCOMES = {Event.SUCCESS: Outcome.SUCCESS, Event.FAILURE: Outcome.FAILURE, Event.DISCARD: Outcome.DISCARDED}
 
 
@@ -77,6 +75,7 @@ class Session:
         self._numbers, self._source, self._control, self._board = numbers, source, control, board
         self._inbox: queue.SimpleQueue[tuple[str, Said, Answer]] = queue.SimpleQueue()
         self._finished: dict[str, tuple[Episode, TakeLog]] = {}
+        """Takes whose verdicts can be undone, one of each operator at the most."""
         self._local: Device | None = self._open_local_device()
 
     def attach(self, actor: OperatedActor, writer: TakeWriter, meters: Sequence[EnvMeter]) -> None:
@@ -110,12 +109,17 @@ class Session:
     def ended(self, episode: Episode, log: TakeLog) -> None:
         """A take is over: remember it for an undo, and have it written if it counts."""
         self._board.ended(log.env, episode)
-        if not counts(episode):
+        given_up = self._writer.keeps(episode) and self._source.holds(
+            episode.spec
+        )  # it succeeded just when its scene's earlier take came back
+        if given_up or not counts(episode):
             return
         logged = replace(episode, provenance={**episode.provenance, **_log_values(log)})
-        self._finished[log.take] = episode, log
-        for old in list(self._finished)[:-KEPT_TAKES]:
-            del self._finished[old]
+        self._finished = {
+            take: (kept, its_log)
+            for take, (kept, its_log) in {**self._finished, log.take: (episode, log)}.items()
+            if self._control.can_be_undone(take) and (take == log.take or kept.spec != episode.spec)
+        }
         self._writer.write(self._numbers[episode.spec.key], logged, provenance_of(self.config, episode.spec))
 
     def _carry_out(self, operator: str, said: Said) -> None:
@@ -162,6 +166,8 @@ class Session:
 
     def _command(self, operator: str, event: Event, env: int) -> None:
         match event:
+            case Event.CONTROL:
+                self._command(operator, Event.HAND_BACK if self._control.drives(env, operator) else Event.TAKE_OVER, env)
             case Event.TAKE_OVER:
                 self._require_free_hand(operator, env)
                 self._control.take_over(env, operator)
@@ -185,14 +191,24 @@ class Session:
         self._writer.raise_failure()
 
     def _require_free_hand(self, operator: str, env: int) -> None:
-        busy = [e for e, s in enumerate(self._control.envs) if s.holder == operator and s.driver is Driver.OPERATOR and e != env]
-        if busy:
-            raise Refused(f"you are driving env {busy[0]}; hand it back first, one hand drives one arm")
+        shared = self._local is not None  # the device of this machine is the hand of everybody
+        for other, state in enumerate(self._control.envs):
+            if other != env and state.driver is Driver.OPERATOR and (shared or state.holder == operator):
+                who = "you are" if state.holder == operator else f"{state.holder} is"
+                raise Refused(f"{who} driving env {other}; hand it back first, one hand drives one arm")
 
     def _undo(self, operator: str) -> None:
-        take = self._control.undo(operator)
-        if take not in self._finished:  # it had not ended yet, and goes on
+        env, take = self._control.last_judged(operator)
+        if self._control.envs[env].take == take:  # it has not ended yet, and goes on
+            self._control.undo(operator)
             return
+        if take not in self._finished:
+            raise Refused("the scene of that take has been shown again since, so the take cannot go on")
+        spec = self._finished[take][0].spec
+        elsewhere = [other for other, _ in enumerate(self._control.envs) if other != env and self._actor.spec_of(other) == spec]
+        if elsewhere:
+            raise Refused(f"the scene of that take is being shown again in env {elsewhere[0]}, so the take cannot go on")
+        self._control.undo(operator)
         episode, log = self._finished.pop(take)
         self._writer.remove(self._numbers[episode.spec.key], discarded=False)
         self._actor.resume(episode.spec, chunks_of(episode), log)
@@ -202,6 +218,8 @@ class Session:
         spec = self._board.spec_of(number)
         if spec is None:
             raise Refused(f"episode {number} is not recorded, so it cannot be discarded")
+        if self._source.holds(spec):
+            raise Refused(f"episode {number} was taken back already; its scene is shown again")
         self._writer.remove(number, discarded=True)
         self._source.later(spec)
 
@@ -213,16 +231,25 @@ class Session:
         return None
 
     def _hear_local_device(self) -> None:
-        """Buttons of a device at this machine count for the person who drives, or for env 0 and the only person there."""
-        if self._local is None or not self.devices:
+        """Buttons of a device at this machine count for the person who drives, or for env 0 and whoever came first and is here."""
+        if self._local is None:
             return
         for event in self._local.events():
-            operator = next(iter(self.devices))
-            held = [env for env, state in enumerate(self._control.envs) if state.holder == operator]
+            here = [name for name in self.devices if name in self._control.present]
+            held = [(env, state.holder) for env, state in enumerate(self._control.envs) if state.holder in here]
+            held.sort(key=lambda place: self._control.driver(place[0]) is not Driver.OPERATOR)
+            if not here:
+                continue
+            env, operator = held[0] if held else (0, here[0])
             try:
-                self._command(operator, event, held[0] if held else 0)
+                self._command(operator, event, env)
             except Refused as refusal:
                 self._board.note(str(refusal))
+
+    def close_device(self) -> None:
+        """Let the device at this machine go, which is nobody's until somebody opens the page."""
+        if self._local is not None:
+            self._local.close()
 
 
 def _seconds(milliseconds: float | None) -> float | None:
@@ -255,6 +282,7 @@ def record_session(
     with ExitStack() as stack:
         board = Board(config, specs, store, run.episodes_file, set(range(len(specs))) - set(missing))
         session = Session(config, numbers, source, control, board)
+        stack.callback(session.close_device)
         server = PageServer(session.say, board, operator, Joined, Left)
         print(f"Starting the simulator ({2 * config.pool.workers} processes) ...", flush=True)
         pool = make_pool(config.pool, config.env, make_env)

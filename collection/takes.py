@@ -39,21 +39,21 @@ class TakeSource:
         self._queue = deque(specs)
         self._again_after_failure = again_after_failure
         self._running: list[EpisodeSpec] = []
-        self._resumed: EpisodeSpec | None = None
+        self._resumed: list[EpisodeSpec] = []
         self._closed = False
 
     @property
     def waiting(self) -> bool:
         """Whether there are scenes to come."""
-        return not self._closed and (self._resumed is not None or (bool(self._queue) and not self.paused))
+        return not self._closed and (bool(self._resumed) or (bool(self._queue) and not self.paused))
 
     def next(self) -> EpisodeSpec | None:
         """See `SpecSource.next`."""
         if self._closed:
             return None
-        spec: EpisodeSpec | None = None
-        if self._resumed is not None and self._resumed not in self._running:
-            spec, self._resumed = self._resumed, None
+        spec = next((spec for spec in self._resumed if spec not in self._running), None)
+        if spec is not None:
+            self._resumed.remove(spec)
         elif self._queue and not self.paused:
             spec = self._queue.popleft()
         if spec is not None:
@@ -64,31 +64,33 @@ class TakeSource:
         """See `SpecSource.report`."""
         spec = episode.spec
         self._running.remove(spec)
+        if spec in self._resumed:  # however this one ended, it is given up for the take that comes back
+            return
         if episode.outcome is Outcome.DISCARDED:
             if episode.reason == SKIPPED:
                 self._queue.append(spec)
-            elif episode.reason != CLOSED and spec != self._resumed:
+            elif episode.reason != CLOSED:
                 self._queue.appendleft(spec)
         elif episode.outcome is Outcome.FAILURE and self._again_after_failure:
             self._queue.append(spec)
 
     def resume(self, spec: EpisodeSpec) -> None:
-        """The take of this scene goes on: it comes next, before anything else, when it does not run already."""
-        self._drop(spec)
-        self._resumed = spec
+        """The take of this scene goes on: it comes before every new scene, when it does not run already."""
+        if spec in self._queue:
+            self._queue.remove(spec)
+        self._resumed.append(spec)
 
     def later(self, spec: EpisodeSpec) -> None:
         """Show this scene after all others."""
-        self._drop(spec)
         self._queue.append(spec)
+
+    def holds(self, spec: EpisodeSpec) -> bool:
+        """Whether this scene runs or is still to come."""
+        return spec in self._running or spec in self._resumed or spec in self._queue
 
     def close(self) -> None:
         """Hand out no more scenes."""
         self._closed = True
-
-    def _drop(self, spec: EpisodeSpec) -> None:
-        if spec in self._queue:
-            self._queue.remove(spec)
 
 
 def counts(episode: Episode) -> bool:
@@ -178,6 +180,9 @@ class TakeWriter:
         self._closing = threading.Event()
         self._waiting = 0
         self._largest = 0
+        self._journaled: dict[int, Episode] = {}
+        """Whose takes the journal keeps: of a scene that was undone and shown again, the newer one."""
+        self._journal_lock = threading.Lock()
         self.rows: list[EpisodeRow] = []
         self.trouble = ""
         """Why nothing new should be shown now: the disk is full or about to be, or writing has failed; empty: all is well."""
@@ -189,21 +194,29 @@ class TakeWriter:
         """Takes that are not written yet."""
         return self._waiting
 
+    def keeps(self, episode: Episode) -> bool:
+        """See `Recorder.keeps`."""
+        return self._recorder.keeps(episode)
+
     def write(self, number: int, episode: Episode, provenance: dict[str, Any]) -> None:
         """Write a take as episode `number` when those before it are done; from now on it survives whatever happens to this process.
 
         On a full disk it survives as long as this process does. Raises what writing an earlier one raised.
         """
-        if self._recorder.keeps(episode):
+        if self.keeps(episode):
             try:
-                self._journal.keep(number, episode)
+                with self._journal_lock:
+                    self._journaled[number] = episode
+                    self._journal.keep(number, episode)
             except StorageError as error:
                 self.trouble = str(error)
         self._submit(lambda: self._write(number, episode, provenance))
 
     def remove(self, number: int, discarded: bool) -> None:
         """Take back episode `number`: its file goes; its row too, or it stays as a discarded one."""
-        self._journal.drop(number)
+        with self._journal_lock:
+            self._journaled.pop(number, None)
+            self._journal.drop(number)
         self._submit(lambda: self._remove(number, discarded))
 
     def close(self) -> None:
@@ -256,16 +269,19 @@ class TakeWriter:
         self._on_removed(number)
 
     def _write(self, number: int, episode: Episode, provenance: dict[str, Any]) -> None:
-        kept = self._recorder.keeps(episode)
+        kept, filled = self._recorder.keeps(episode), episode
         if kept:
             if self._env is None:
                 self._env = self._make_env()
-            episode = fill_frames(episode, self._env, self._recorder.frame_every)
-        row, size = self._record(number, episode, provenance)
+            filled = fill_frames(episode, self._env, self._recorder.frame_every)
+        row, size = self._record(number, filled, provenance)
         self._largest = max(self._largest, size)
-        self._journal.drop(number)
+        with self._journal_lock:
+            if self._journaled.get(number) is episode:
+                del self._journaled[number]
+                self._journal.drop(number)
         self.rows.append(row)
-        self._on_written(Written(number, episode.spec, row, kept, film_of(episode)))
+        self._on_written(Written(number, episode.spec, row, kept, film_of(filled)))
 
     def _record(self, number: int, episode: Episode, provenance: dict[str, Any]) -> tuple[EpisodeRow, int]:
         """Write, as often as it takes."""

@@ -82,6 +82,9 @@ class _Tab:
     """Newest picture of each env that it has not been sent."""
     unseen: set[int] = field(default_factory=set[int])
     """Envs of which it has been sent a picture and has not shown it yet."""
+    hears_state: bool = False
+    """The state is on its way to it; how things are then is sent after it."""
+    state_is_old: bool = False
 
 
 class PageServer:
@@ -94,6 +97,8 @@ class PageServer:
         self._tabs: dict[str, _Tab] = {}
         """By operator."""
         self._newest: dict[int, Picture] = {}
+        self._closing: set[asyncio.Task[bool]] = set()
+        """Earlier connections of tabs, which may take a while to say goodbye."""
         self._loop = asyncio.new_event_loop()
         self.address = ""
 
@@ -206,7 +211,7 @@ class PageServer:
             if tab is not None:
                 await self._listen_to(tab)
         except BadMessage as error:
-            await connection.close(code=WSCloseCode.POLICY_VIOLATION, message=str(error).encode()[:120])
+            await connection.close(code=WSCloseCode.POLICY_VIOLATION, message=close_reason(str(error)))
         finally:
             if tab is not None and self._tabs.get(tab.hello.operator) is tab:
                 del self._tabs[tab.hello.operator]
@@ -215,27 +220,36 @@ class PageServer:
 
     async def _admit(self, connection: web.WebSocketResponse) -> _Tab | None:
         """Hear who it is. A second tab of the same browser, or a name that somebody has, is refused; a reload takes its place again."""
-        first = await connection.receive(HELLO_S)
-        hello = parse(first.data) if first.type is WSMsgType.TEXT else None
-        if not isinstance(hello, Hello):
-            raise BadMessage("the first message must say hello")
-        for other in list(self._tabs.values()):
-            if other.hello.tab == hello.tab:
-                await other.socket.close(code=NEWER_TAB, message=b"this tab was loaded again")
-                self._tabs.pop(other.hello.operator, None)
-            elif other.hello.browser == hello.browser:
-                await connection.close(code=TAB_ELSEWHERE, message=b"this session is open in another tab of this browser; use that one")
-                return None
-            elif other.hello.operator == hello.operator:
-                await connection.close(
-                    code=NAME_TAKEN, message=f"an operator called {hello.operator} is here already; choose another name".encode()
-                )
-                return None
+        hello = await _hear_hello(connection)
+        refusal = self._why_not(hello)
+        if refusal is not None:
+            await connection.close(code=refusal[0], message=close_reason(refusal[1]))
+            return None
         tab = _Tab(hello, connection)
-        self._tabs[hello.operator] = tab
+        self._replace(tab)
         self._say(hello.operator, self._joined(hello.operator), _nobody)
         await self._send(tab, self._welcome(hello))
         return tab
+
+    def _why_not(self, hello: Hello) -> tuple[int, str] | None:
+        """Close code and reason for a tab that cannot come in beside those that are here; None: it can."""
+        others = [other.hello for other in self._tabs.values() if other.hello.tab != hello.tab]
+        if any(other.browser == hello.browser for other in others):
+            return TAB_ELSEWHERE, "this session is open in another tab of this browser; use that one"
+        if any(other.operator == hello.operator for other in others):
+            return NAME_TAKEN, f"an operator called {hello.operator} is here already; choose another name"
+        return None
+
+    def _replace(self, tab: _Tab) -> None:
+        """Take the tab in, in the place of its own earlier connection; at once, so that nobody else can come in between."""
+        for other in [other for other in self._tabs.values() if other.hello.tab == tab.hello.tab]:
+            del self._tabs[other.hello.operator]
+            if other.hello.operator != tab.hello.operator:
+                self._say(other.hello.operator, self._left(other.hello.operator), _nobody)
+            closing = self._loop.create_task(other.socket.close(code=NEWER_TAB, message=b"this tab was loaded again"))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._tabs[tab.hello.operator] = tab
 
     def _welcome(self, hello: Hello) -> dict[str, Any]:
         """What a tab must know once."""
@@ -251,7 +265,7 @@ class PageServer:
 
     async def _listen_to(self, tab: _Tab) -> None:
         if self._board.snapshot:
-            await self._send(tab, self._board.snapshot)
+            await self._send_state_to(tab)
         for picture in list(self._newest.values()):
             tab.waiting[picture.env] = picture
             await self._send_next(tab, picture.env)
@@ -297,12 +311,41 @@ class PageServer:
             await _quietly(tab.socket.send_bytes(message))
 
     async def _send_state(self) -> None:
-        for tab in list(self._tabs.values()):
-            await self._send(tab, self._board.snapshot)
+        await asyncio.gather(*(self._send_state_to(tab) for tab in self._tabs.values()))
+
+    async def _send_state_to(self, tab: _Tab) -> None:
+        """The newest state, as fast as this tab takes it: one on a slow network neither delays the others nor piles states up."""
+        tab.state_is_old = True
+        if tab.hears_state:
+            return
+        tab.hears_state = True
+        try:
+            while tab.state_is_old:
+                tab.state_is_old = False
+                await self._send(tab, self._board.snapshot)
+        finally:
+            tab.hears_state = False
 
     async def _send(self, tab: _Tab, value: dict[str, Any]) -> None:
         if not tab.socket.closed:
             await _quietly(tab.socket.send_str(json.dumps(value)))
+
+
+async def _hear_hello(connection: web.WebSocketResponse) -> Hello:
+    """Who comes. Raises BadMessage for whoever says something else first, or nothing."""
+    try:
+        first = await connection.receive(HELLO_S)
+    except TimeoutError as error:
+        raise BadMessage(f"nobody said hello within {HELLO_S:g} s") from error
+    hello = parse(first.data) if first.type is WSMsgType.TEXT else None
+    if not isinstance(hello, Hello):
+        raise BadMessage("the first message must say hello")
+    return hello
+
+
+def close_reason(text: str) -> bytes:
+    """The text, or as many of its characters as a close frame has room for (RFC 6455, 5.5: 125 bytes with the code)."""
+    return text.encode()[:123].decode(errors="ignore").encode()
 
 
 async def _quietly(sending: Any) -> None:

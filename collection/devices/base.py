@@ -25,6 +25,8 @@ class Event(str, Enum):
 
     TAKE_OVER = "take_over"
     HAND_BACK = "hand_back"
+    CONTROL = "control"
+    """Take over, or hand back what one drives: for devices with one button for both, which do not know who is in control."""
     SUCCESS = "success"
     FAILURE = "failure"
     DISCARD = "discard"

@@ -38,7 +38,6 @@ class _Buttons:
 
     def __init__(self) -> None:
         self._before: tuple[bool, bool] = (False, False)
-        self._driving = False
 
     def input_of(self, state: Any) -> RawInput:
         """From pyspacemouse's x right, y away, z up to the robot's base, seen by a camera that faces it: away is -x, right is +y.
@@ -48,9 +47,6 @@ class _Buttons:
         pressed = tuple(bool(button) for button in (*state.buttons, False, False)[:2])
         left, right = (now and not before for now, before in zip(pressed, self._before))
         self._before = pressed[0], pressed[1]
-        events: tuple[Event, ...] = ()
-        if right:
-            self._driving = not self._driving
-            events = (Event.TAKE_OVER if self._driving else Event.HAND_BACK,)
+        events = (Event.CONTROL,) if right else ()
         axes = (-state.y, state.x, state.z, -state.pitch, state.roll, state.yaw)
         return RawInput(axes, toggles_gripper=left, events=events)

@@ -224,6 +224,33 @@ def test_an_undone_take_goes_on_where_it_ended() -> None:
     assert log.seen_step == [7] * 8 and log.operators == ["ada", "ada"] and log.take == take, "what was known of it is still known"
 
 
+def test_a_verdict_that_comes_before_an_undone_take_is_back_waits_for_all_of_it() -> None:
+    """Undone and judged anew at once: nothing of the take is lost, and what its log says still belongs to its steps."""
+    table = Table(None, True, {"ada": Hand()}, envs=1)
+    table.at(0, 0, lambda: table.control.take_over(0, "ada"))
+    table.at(0, 5, lambda: table.control.judge(0, "ada", Outcome.SUCCESS))
+    look = look_of(table.actor.needs, record_states=True)
+    with closing(table.pool), closing(table.actor):
+        (before,) = run_episodes(table.pool, table.actor, ListSource(SPECS[:1]), lambda spec: look)
+        table.control.undo("ada")
+        table.actor.resume(SPECS[0], chunks_of(before), table.actor.logs[before.spec.key])
+        table.at(0, 2, lambda: table.control.judge(0, "ada", Outcome.FAILURE))
+        (after,) = run_episodes(table.pool, table.actor, ListSource(SPECS[:1]), lambda spec: look)
+    assert (after.outcome, after.num_steps) == (Outcome.FAILURE, 5)
+    np.testing.assert_array_equal(after.actions_NA(), before.actions_NA())
+    assert len(table.actor.logs[after.spec.key].seen_step) == 5
+
+
+def test_a_scene_that_runs_again_elsewhere_after_its_worker_died_leaves_no_take_behind() -> None:
+    table = Table(None, True, {"ada": Hand()}, envs=2)
+    with closing(table.pool), closing(table.actor):
+        table.actor.start(1, SPECS[0])
+        table.control.take_over(1, "ada")
+        table.actor.start(0, SPECS[0])
+        assert table.actor.spec_of(1) is None and not table.control.envs[1].take and table.control.driver(1) is Driver.WAITING
+        assert table.actor.spec_of(0) == SPECS[0] and table.control.envs[0].take.endswith("#2")
+
+
 def scripted_results(backend: Literal["serial", "process"], envs: int, switching: Switching) -> dict[str, tuple[list[bool], bytes]]:
     """Who acted and what was executed, by spec; the policy must not have seen privileged information."""
     policy, script = StillPolicy(), ScriptedOperator(switching, lambda spec: ReachExpert(spec, noise=0.0, seed=0))
