@@ -31,8 +31,7 @@ class BFloat16Policy:
 
     def __init__(self, policy: PolicyModule) -> None:
         self.spec, self._policy = policy.spec, policy
-        for parameter in policy.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
+        round_weights(policy)
 
     def preprocess(self, observations: Sequence[Observation]) -> Any:
         """The policy's own."""
@@ -43,9 +42,20 @@ class BFloat16Policy:
         with torch.autocast(self._policy.device.type, dtype=torch.bfloat16):
             return self._policy.act(batch, noise_seeds, exploration)
 
+    def value(self, batch: Any) -> Tensor:
+        """The policy's own, under autocast."""
+        with torch.autocast(self._policy.device.type, dtype=torch.bfloat16):
+            return self._policy.value(batch)
+
     def postprocess(self, actions_BCA: Tensor) -> Float32:
         """The policy's own."""
         return self._policy.postprocess(actions_BCA)
+
+
+def round_weights(policy: PolicyModule) -> None:
+    """Make the weights bfloat16 in place, as the engine gathers them under `precision: bf16`; buffers stay what they are."""
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def accelerate(policy: ActingPolicy, precision: Precision, compiled: bool) -> ActingPolicy:

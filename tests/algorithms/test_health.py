@@ -28,6 +28,7 @@ def test_gap_by_hand():
         (5e-5, False, "fp32", True),
         (2e-4, False, "fp32", False),
         (0.4, False, "bf16", True),
+        (0.4, True, "bf16", True),
         (0.6, False, "bf16", False),
         (float("nan"), False, "bf16", False),
     ],

@@ -24,6 +24,7 @@ from vla_rl.algorithms.health import OnPolicyError
 from vla_rl.algorithms.reductions import LogProbReduction
 from vla_rl.config import ConfigError, to_plain
 from vla_rl.datasets.loader import DataConfig
+from vla_rl.engine.config import EngineConfig
 from vla_rl.phases import rl, rl_trainer
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_heads import with_heads
@@ -35,6 +36,7 @@ from vla_rl.telemetry.files import read_jsonl
 from vla_rl.telemetry.spans import leaf_shares
 
 ONE_STEP = {"steps": 1, "checkpoint_every": 1}
+BF16 = EngineConfig(lr=1e-3, schedule="constant", warmup_fraction=0.0, device="cpu", shard_by="root", precision="bf16")
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,7 @@ def test_another_seed_sees_other_scenes(straight: RlConfig, initial: Path, tmp_p
         (replace(PPO, kl=KlSettings("k3", "loss", 0.1)), {}),
         (replace(PPO, kl=KlSettings("k1", "reward", 0.1)), {}),
         (replace(PPO, kl=KlSettings("velocity", "loss", 0.1)), {"exploration": Exploration(stochastic_steps="all")}),
+        (replace(PPO, kl=KlSettings("k3", "loss", 0.1), epochs=1, global_batch_size=64), {"engine": BF16}),
         (GRPO, {"gradient_noise_every": 1, "gradient_noise_parts": 2}),
         (replace(GRPO, advantage="leave_one_out"), {}),
     ],
@@ -153,6 +156,7 @@ def test_another_seed_sees_other_scenes(straight: RlConfig, initial: Path, tmp_p
         "kl-loss",
         "kl-reward",
         "kl-velocity",
+        "bf16",
         "grpo",
         "rloo",
     ],
@@ -165,6 +169,8 @@ def test_every_choice_takes_a_step(algorithm: AlgorithmConfig, changes: dict[str
     assert row["updates"] >= 1 and math.isfinite(row["loss"])
     if algorithm.kl.kind in ("k3", "velocity"):
         assert "loss_kl_reference" in row
+    if row["updates"] == 1:
+        assert row["loss_kl_reference"] == 0.0, "the reference scores as the policy that learns does"
     policy = load_policy(Path(config.run_dir) / "checkpoints" / "last" / "policy")
     assert (policy.noise_head is not None) == (config.exploration.method == "flow_noise")
     assert (policy.critic is not None) == (algorithm.critic is not None)

@@ -103,6 +103,7 @@ def test_gae_bootstraps_over_truncation_and_not_over_success() -> None:
     cut = 0.9**4 * 0.6 - 0.2
     torch.testing.assert_close(result.advantage_B, torch.tensor([first, last, cut]), **EXACT)
     torch.testing.assert_close(result.return_B, torch.tensor([first + 0.5, last + 0.7, cut + 0.2]), **EXACT)
+    assert result.mean_return == 0.5, "what the episodes earned, without the discount"
     penalised = wanted([won, lost], rows, {lost.spec.key: 0.6}, torch.tensor([0.0, 0.0, 0.3]), algorithm)
     torch.testing.assert_close(penalised.advantage_B, torch.tensor([first, last, cut - 0.3]), **EXACT)
 

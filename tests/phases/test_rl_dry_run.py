@@ -45,7 +45,7 @@ def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recipes_of_the_published_size_pass(name: str, said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rl", str(CONFIGS / name), "--dry-run"]) == 0
     text = capsys.readouterr().out
-    for part in [*said, "images [8, 2, 3, 224, 224]", "tokens [8, 200]", "x_t [8, 1, 50, 32]"]:
+    for part in [*said, "rollout worker (GiB): policy 6.7", "images [8, 2, 3, 224, 224]", "tokens [8, 200]", "x_t [8, 1, 50, 32]"]:
         assert part in text, text
 
 

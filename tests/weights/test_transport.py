@@ -47,6 +47,22 @@ def test_a_pull_brings_what_was_pushed(world: World, transport: Transport) -> No
             assert weights_digest(held_weights(policy)) == digest(engine)
 
 
+@pytest.mark.parametrize("transport", ["in_place", "shared_memory"])
+def test_weights_arrive_in_the_precision_that_who_acts_holds(world: World, transport: Transport) -> None:
+    """Rollouts of a bfloat16 trainer: as FSDP rounds what it gathers, and half the bytes."""
+    engine, policy = Engine(SyncedPolicy(), EngineConfig(precision="bf16"), 1, world), SyncedPolicy().to(torch.bfloat16)
+    sender = Sender(engine, transport, dtype=torch.bfloat16)
+    receiver = open_receiver(sender.address, policy, 0, None)
+    with closing(sender), closing(receiver):
+        change(engine.policy, 3)  # type: ignore[arg-type]
+        sender.push(3)
+        assert receiver.pull(policy) == 3
+        receiver.verify(policy)
+        rounded = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in engine.named_weights()}
+        held = held_weights(policy)
+        assert all(torch.equal(held[name], tensor) for name, tensor in rounded.items())
+
+
 def connected(threads: ThreadPoolExecutor, engine: Engine, policy: SyncedPolicy, address: CollectiveAddress) -> tuple[Sender, Receiver]:
     """Both sides of a collective in this process; each waits for the other."""
     acted_with = None if address.generation == 0 else 1

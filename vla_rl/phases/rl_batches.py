@@ -142,7 +142,7 @@ class Advantages:
     explained_variance: float
     """Of the returns by the rollout's values; not a number without a critic."""
     mean_return: float
-    """Mean over episodes of the sum of rewards."""
+    """Mean over episodes of the sum of what they earned: undiscounted, and without penalties."""
 
 
 def advantages(
@@ -173,7 +173,7 @@ def advantages(
         explained = explained_variance(Moments.of(return_B - rows.value_B.double(), counts_B), Moments.of(return_B, counts_B))
     if algorithm.normalize_advantages:
         advantage_B = normalize(advantage_B, Moments.of(advantage_B, counts_B))
-    mean_return = sum(float(reward_T.sum()) for reward_T in rewards) / max(len(rewards), 1)
+    mean_return = sum(float(part.sum()) for parts in earned for part in parts) / max(len(earned), 1)
     return Advantages(advantage_B.float(), return_B.float(), explained, mean_return)
 
 

@@ -9,7 +9,7 @@ from vla_rl.algorithms.config import AlgorithmConfig
 from vla_rl.cluster.config import ClusterConfig
 from vla_rl.config import ConfigError, nearest_name
 from vla_rl.datasets.loader import DataConfig
-from vla_rl.engine.config import EngineConfig
+from vla_rl.engine.config import EngineConfig, Precision
 from vla_rl.phases.evaluation import EvaluationConfig
 from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.policies.critic import CriticConfig
@@ -93,6 +93,11 @@ class RlConfig:
     def rollout_rows(self) -> int:
         """Rows of a rollout's forward pass."""
         return self.rollout_batch_size or self.pool.workers
+
+    @property
+    def rollout_precision(self) -> Precision:
+        """What rollout workers compute in: as the trainer does, unless an engine that has a precision of its own writes the tokens."""
+        return self.engine.precision if self.vllm is None and self.sglang is None else "fp32"
 
     def _check_ranges(self) -> None:
         least = {"steps": 1, "seed": 0, "checkpoint_every": 1, "keep_checkpoints": 1, "max_steps": 1, "rollout_batch_size": 1}

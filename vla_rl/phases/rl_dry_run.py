@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vla_rl.cluster.placement import plan_placement, seats_of_nodes
 from vla_rl.config import ConfigError
-from vla_rl.engine.estimate import RankMemory, rank_memory
+from vla_rl.engine.estimate import FLOAT32, RankMemory, rank_memory
 from vla_rl.engine.selection import select_trainable
 from vla_rl.episode import ACTION_DIM, STATE_DIM, Observation
 from vla_rl.phases.rl_config import RlConfig
@@ -100,7 +100,7 @@ def memory_lines(config: RlConfig, initial: PolicyModule) -> list[str]:
     policy = learning_policy(config, initial)
     memory = trainer_memory(config, policy)
     every, learning = (sum(p.numel() for p in policy.parameters() if p.requires_grad or not only) for only in (False, True))
-    replica = sum(p.numel() * p.element_size() for p in initial.parameters())
+    replica = sum(p.numel() for p in initial.parameters()) * (2 if config.rollout_precision == "bf16" else FLOAT32)
     frozen = {"reference": replica * (config.algorithm.kl.kind != "none"), "teacher": replica * (config.teacher is not None)}
     parts = {name: getattr(memory, name) for name in ("weights", "gradients", "moments", "gathered", "activations")} | frozen
     together = sum(parts.values())

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vla_rl.cluster.backend import Held, Parcel, Sealed
@@ -26,7 +27,9 @@ from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_heads import load_initial, with_heads
 from vla_rl.phases.rl_rollout import Rollout
 from vla_rl.phases.rl_update import CRITIC, Learner, Scores, kl_penalty, make_targets, measure_gradient_noise, score, update
+from vla_rl.policies.accelerate import round_weights
 from vla_rl.policies.checkpoint import load_policy, save_policy
+from vla_rl.policies.module import PolicyModule
 from vla_rl.telemetry.spans import span
 from vla_rl.weights.transport import CollectiveAddress, Sender, Transport
 
@@ -73,7 +76,8 @@ class TrainerRank:
         if self._sender is not None:
             self._sender.close()
             self._sender = None  # a worker that still waits in the old group notices
-        self._sender = Sender(self.learner.engine, transport, address)
+        dtype = torch.bfloat16 if self._config.rollout_precision == "bf16" else None
+        self._sender = Sender(self.learner.engine, transport, address, dtype)
         return self._sender.address if self.learner.engine.world.leads and address is None else None
 
     def push(self, version: int) -> dict[str, float]:
@@ -158,11 +162,18 @@ def open_learner(config: RlConfig, world: World) -> tuple[Learner, CloningStream
         seed=config.seed,
         rollout_rows=config.rollout_rows,
         same_kernels=config.vllm is None and config.sglang is None,
-        reference=with_heads(config, initial).to(world.device) if config.algorithm.kl.kind != "none" else None,
-        teacher=load_policy(config.teacher).to(world.device) if config.teacher is not None else None,
+        reference=_frozen(config, world, with_heads(config, initial)) if config.algorithm.kl.kind != "none" else None,
+        teacher=_frozen(config, world, load_policy(config.teacher)) if config.teacher is not None else None,
         next_samples=cloning.next_samples if cloning is not None else None,
     )
     return learner, cloning
+
+
+def _frozen(config: RlConfig, world: World, policy: PolicyModule) -> PolicyModule:
+    """A policy that only scores, on the device and in the precision of the one that learns, so that equal weights give equal numbers."""
+    if config.engine.precision == "bf16":
+        round_weights(policy)
+    return policy.to(world.device)
 
 
 def _join(config: RlConfig, rank: int, meeting: Rendezvous | None) -> World:

@@ -22,6 +22,7 @@ from vla_rl.algorithms.reductions import element_mask, reduce_per_action
 from vla_rl.algorithms.weights import element_weights
 from vla_rl.datasets.samples import SampleBatch
 from vla_rl.engine.engine import Engine, LossResult
+from vla_rl.engine.sharding import compute_context
 from vla_rl.episode import ACTION_DIM
 from vla_rl.phases.rl_batches import Advantages, TrainingRows
 from vla_rl.phases.rl_loss import MicroBatch, Targets, row_loss
@@ -90,7 +91,7 @@ def score(learner: Learner, rows: TrainingRows, policy: PolicyModule | None) -> 
         if policy is None:
             outputs.append(learner.engine.infer(lambda own, b=batch, r=record: own.log_prob(b, r, learner.exploration)))
         else:
-            with torch.no_grad():
+            with torch.no_grad(), compute_context(learner.engine.config, world):
                 outputs.append(policy.log_prob(batch, record, learner.exploration))
     row_B = dealt.row_RSW[world.rank].flatten()
     log_prob_BC, velocity_BKCA = torch.cat([o.log_prob_BC for o in outputs]).cpu(), torch.cat([o.velocity_BKCA for o in outputs]).cpu()
@@ -144,17 +145,18 @@ def make_targets(learner: Learner, rows: TrainingRows, wanted: Advantages, refer
 def update(learner: Learner, targets: Targets, step: int, fresh: bool) -> dict[str, float]:
     """All passes over the rows; returns the numbers of the step, averaged over its updates.
 
-    The first minibatch of `fresh` data (made by the very weights that learn) must have log-ratios of 0: raises OnPolicyError otherwise.
+    The first minibatch with a weight of `fresh` data (made by the very weights that learn) must have log-ratios of 0: raises
+    OnPolicyError otherwise.
     """
     algorithm, results = learner.algorithm, list[dict[str, float]]()
-    gap, kl, stopped = LogProbGap(0.0, 0.0), 0.0, False
+    gap, kl, stopped = None, 0.0, False
     for epoch in range(algorithm.epochs):
-        for index, row_B in enumerate(minibatches(len(targets.rows), algorithm.global_batch_size, _seed(learner.seed, step, epoch))):
-            if not float(targets.weights.select(row_B).count()):
+        for row_B in minibatches(len(targets.rows), algorithm.global_batch_size, _seed(learner.seed, step, epoch)):
+            if not targets.weights.select(row_B).count():
                 continue
             gaps: list[LogProbGap] = []
             result = _gradient(learner, targets, row_B, step, gaps)
-            if epoch == index == 0:
+            if gap is None:
                 gap = LogProbGap(max(g.largest for g in gaps), sum(g.mean for g in gaps) / len(gaps))
                 if fresh:
                     same = learner.same_kernels and algorithm.micro_batch_size_per_rank == learner.rollout_rows
@@ -171,8 +173,8 @@ def update(learner: Learner, targets: Targets, step: int, fresh: bool) -> dict[s
         "updates": float(len(results)),
         "kl_last": kl,
         "stopped_by_kl": float(stopped),
-        "log_prob_gap_largest": gap.largest,
-        "log_prob_gap_mean": gap.mean,
+        "log_prob_gap_largest": 0.0 if gap is None else gap.largest,
+        "log_prob_gap_mean": 0.0 if gap is None else gap.mean,
         **_importance(learner, targets),
     }
 

@@ -16,6 +16,7 @@ from vla_rl.episode import Episode, EpisodeSpec, Float32
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_heads import load_initial, with_heads
 from vla_rl.phases.rl_rollout import without_arrays
+from vla_rl.policies.accelerate import BFloat16Policy
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.tokens.engines import open_engine
 from vla_rl.policies.tokens.policy import TokenPolicy
@@ -65,10 +66,12 @@ class RolloutWorker:
         self._config, self._index = config, index
         device = device_kind(config.engine.device, "engine.device")
         self.policy: PolicyModule = with_heads(config, load_initial(config)).to(device)
+        acting = BFloat16Policy(self.policy) if config.rollout_precision == "bf16" else self.policy
         engine = config.vllm or config.sglang
         self._engine = None if engine is None else open_engine(self.policy, engine, config.rollout_rows)
         self._pool = make_pool(config.pool, config.env, make_env)
-        self._actor = PolicyActor(self.policy, config.rollout_rows, config.initial_policy, 0, device, config.exploration)
+        self._acting: BFloat16Policy | PolicyModule = acting
+        self._actor = PolicyActor(acting, config.rollout_rows, config.initial_policy, 0, device, config.exploration)
         self._look = look_of(self._actor.needs, privileged=config.algorithm.reward.privileged)
         self._specs = DealtSpecs()
         self._episodes: Iterator[Episode] = iter(())
@@ -121,7 +124,7 @@ class RolloutWorker:
         values: dict[str, float] = {}
         if unfinished:
             with span("final_values"):
-                values = final_values(self.policy, [parcel.fetch() for parcel in unfinished], self._config.rollout_rows)
+                values = final_values(self._acting, [parcel.fetch() for parcel in unfinished], self._config.rollout_rows)
         return Work(values, forwards, busy_s, 0 if self._engine is None else self._engine.starts)
 
     def close(self) -> None:
@@ -134,7 +137,7 @@ class RolloutWorker:
             self._receiver.close()
 
 
-def final_values(policy: PolicyModule, ended: Sequence[Episode], rows: int) -> dict[str, float]:
+def final_values(policy: BFloat16Policy | PolicyModule, ended: Sequence[Episode], rows: int) -> dict[str, float]:
     """The critic's value after the last action of each episode, in batches of the rollout's shape."""
     values: dict[str, float] = {}
     for start in range(0, len(ended), rows):

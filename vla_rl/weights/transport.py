@@ -48,9 +48,14 @@ class CollectiveAddress:
 class Sender:
     """A trainer rank's side. Every rank has one and pushes: gathering the weights is a collective."""
 
-    def __init__(self, engine: Engine, transport: Transport, address: CollectiveAddress | None = None) -> None:
-        """For `collective`, rank 0 waits here until all workers of `address` have connected."""
-        self._engine, self._transport = engine, transport
+    def __init__(
+        self, engine: Engine, transport: Transport, address: CollectiveAddress | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """For `collective`, rank 0 waits here until all workers of `address` have connected.
+
+        Weights travel as `dtype`, which the policies of the workers must hold; None: as they are. In place, each policy keeps its own.
+        """
+        self._engine, self._transport, self._dtype = engine, transport, dtype
         self._sync = self._make(address)
 
     @property
@@ -83,7 +88,7 @@ class Sender:
     def _make(self, address: CollectiveAddress | None) -> InPlaceSync | Follower | SharedMemorySender | CollectiveSender:
         if self._transport == "in_place":
             return InPlaceSync()
-        layout = engine_layout(self._engine)
+        layout = engine_layout(self._engine, self._dtype)
         if not self._engine.world.leads:
             return Follower()
         if self._transport == "shared_memory":
