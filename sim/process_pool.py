@@ -253,7 +253,7 @@ class ProcessPool:
             member.start_failure = message
         else:
             self._spawn(member)
-        if fault is None:
+        if fault is None and state is not EnvState.STARTING:  # the first reset, or whoever made the pool, says why there is none
             _LOG.warning("env %d, between episodes: %s", protocol.env, message)
         return fault
 

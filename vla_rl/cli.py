@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 REMEDIES = {
     errno.EADDRINUSE: "choose another port",
     errno.ENOSPC: "free some room and start the same command again",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose a place on another file system",
     errno.EDQUOT: "free some room and start the same command again",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is where a folder should be; choose another folder"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place where you may read and write"),

@@ -121,6 +121,7 @@ def _make_context() -> Any:
     try:
         import mujoco  # asserts on MUJOCO_GL
 
+        mujoco.GLContext._context = None  # its destructor asks for it, also of a context that could not be made
         made = mujoco.GLContext(1, 1)
         made.make_current()
     except (ImportError, RuntimeError) as error:

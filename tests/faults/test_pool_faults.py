@@ -148,9 +148,10 @@ def test_a_worker_that_dies_with_no_episode_is_replaced_and_logged(caplog: pytes
         started(pool, 0, spec(1))
 
 
-def test_the_first_worker_that_cannot_start_is_an_error_with_its_traceback() -> None:
+def test_the_first_worker_that_cannot_start_is_an_error_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(PoolStartError, match=r"(?s)raise_at_start.*no GL on this machine"), pool_of(2, raise_at_start):
         pass
+    assert not caplog.records, "the error says it all"
 
 
 def test_an_error_for_the_user_in_the_first_worker_is_its_text_alone() -> None:

@@ -1,6 +1,8 @@
 """Atomic writes and JSON lines that survive a crash."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -34,6 +36,38 @@ def test_a_cut_last_line_is_dropped_and_appending_goes_on(tmp_path_factory: pyte
     assert read_jsonl(path) == rows[:-1]
     append_jsonl(path, {"next": 1})
     assert read_jsonl(path) == [*rows[:-1], {"next": 1}]
+
+
+APPENDS, LONG = 12, 2_000_000
+"""Rows of so many characters that the kernel takes a while to write one."""
+APPENDER = f"""
+import sys
+from vla_rl.telemetry.files import append_jsonl
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range({APPENDS}):
+    append_jsonl(sys.argv[1], {{"who": sys.argv[2], "number": number, "text": "x" * {LONG}}})
+"""
+
+
+def test_processes_that_append_at_once_lose_nothing(tmp_path: Path) -> None:
+    """One took the beginning of the other's row for a line that a crash had cut, and removed it: a fifth of such rows were lost."""
+    path = tmp_path / "rows.jsonl"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", APPENDER, str(path), who], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for who in "ab"
+    ]
+    for writer in writers:
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        with writer:
+            assert writer.wait() == 0
+    rows = [(row["who"], row["number"]) for row in read_jsonl(path) if len(row["text"]) == LONG]
+    assert sorted(rows) == [(who, number) for who in "ab" for number in range(APPENDS)]
 
 
 def test_damage_inside_the_file_names_the_line(tmp_path: Path) -> None:

@@ -91,9 +91,9 @@ def _take(lock: TextIO, folder: Path) -> None:
             f"{folder} is being written to by {holder}; wait until it has ended, end it, or use another folder (run_dir)"
         ) from error
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {platform.node()} ({command})")
-    lock.flush()
+    with naming(folder / LOCK_FILE):  # past Python's buffer, which would try again, without a name, when the file is closed
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()} ({command})".encode())
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -124,7 +124,7 @@ def append_jsonl(path: str | Path, row: Mapping[str, Any]) -> None:
 
 
 def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows with a single write, so that concurrent appenders never interleave inside a line.
+    """Append rows; processes that append to the same file take turns (`flock`), so that their rows never mix.
 
     If the file's last line was cut by a crash, the rest of it is removed first: otherwise the new row would be glued to it.
     """
@@ -132,6 +132,7 @@ def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), open(path, "ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # a line that another process is still writing is not a cut one
         if (end := file.seek(0, os.SEEK_END)) and not _ends_whole(file, end):
             _drop_cut_line(file, end)
         file.write(lines.encode())

@@ -91,3 +91,12 @@ def test_software_is_recognised() -> None:
 def test_a_process_has_one_context() -> None:
     """Lists and textures live in the context that made them: a second one would draw garbage."""
     assert context() is context()
+
+
+def test_without_a_driver_there_is_one_clear_error() -> None:
+    """And nothing from MuJoCo's half made context, whose destructor failed with a traceback of its own."""
+    no_driver = {"__EGL_VENDOR_LIBRARY_DIRS": "/nonexistent", "__EGL_VENDOR_LIBRARY_FILENAMES": "/nonexistent"}
+    code = "from vla_rl.sim.libero import egl\ntry:\n    egl.context()\nexcept egl.RenderingError as error:\n    print(error)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **no_driver}, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("no OpenGL context with MUJOCO_GL='egl'") and "apt-get install libegl1" in done.stdout
+    assert done.stderr == ""
