@@ -184,7 +184,7 @@ def resize(images: Tensor, size: int, pad: bool) -> Tensor:
     if not pad:
         return F.interpolate(values, (size, size), mode="bilinear", align_corners=False)
     ratio = max(height, width) / size
-    inner = (int(height / ratio), int(width / ratio))
+    inner = (max(1, int(height / ratio)), max(1, int(width / ratio)))
     values = F.interpolate(values, inner, mode="bilinear", align_corners=False)
     top, left = (size - inner[0]) // 2, (size - inner[1]) // 2
     return F.pad(values, (left, size - inner[1] - left, top, size - inner[0] - top), value=-1.0)
@@ -218,7 +218,7 @@ def checked_image(observation: Observation, view: str, feature: str) -> np.ndarr
     if view not in observation.images:
         raise ProcessorError(f"{feature} is missing; the observation has the views {', '.join(observation.images) or 'none'}")
     image = observation.images[view]
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise ProcessorError(f"{feature}: expected uint8[H, W, 3], got {image.dtype}{list(image.shape)}")
     return image
 

@@ -47,7 +47,10 @@ class PolicyClient(Protocol):
 
 def open_client(url: str, timeout_s: float) -> PolicyClient:
     """Connect to a server by its URL's scheme. Raises RemoteError for another scheme, no server, or none that answers in time."""
-    scheme = urlsplit(url).scheme
+    try:
+        scheme, _ = urlsplit(url).scheme, urlsplit(url).port
+    except ValueError as error:
+        raise RemoteError(f"remote policy {url!r}: {error}; write ws://HOST:PORT or tcp://HOST:PORT") from error
     if scheme in ("ws", "wss"):
         return OpenpiClient(url, timeout_s)
     if scheme == "tcp":

@@ -20,6 +20,7 @@ from vla_rl.conventions import Conventions
 from vla_rl.episode import ACTION_DIM, STATE_DIM, VIEW_AGENT, VIEW_WRIST, Float32, Observation
 from vla_rl.policies.base import PolicySpec
 from vla_rl.policies.remote.messages import MessageError, Modality
+from vla_rl.policies.remote.openpi import read_prompt, read_seed
 from vla_rl.policies.remote.served import ENTRY
 
 VIDEO_KEYS = {VIEW_AGENT: "image", VIEW_WRIST: "wrist_image"}
@@ -142,6 +143,8 @@ def _part(observation: Mapping[str, Any], modality: str, name: str, flat: bool, 
         raise MessageError(f"the observation needs {key} as a numpy array, got {type(value).__name__}")
     if flat and value.ndim == dims - 1:
         value = value[None]
+    if value.dtype.kind not in "biuf":
+        raise MessageError(f"{key} must hold numbers, not {value.dtype}")
     if value.ndim != dims or 0 in value.shape:
         raise MessageError(f"{key} must have {dims} dimensions (batch and time first), got shape {list(value.shape)}")
     return value
@@ -155,13 +158,13 @@ def _prompts(observation: Mapping[str, Any], flat: bool) -> list[str]:
         rows = _mapping(observation.get("language", {}), "language").get(LANGUAGE_KEY)
     if not isinstance(rows, list | tuple) or not rows:
         raise MessageError(f"the observation needs the instruction under {LANGUAGE_KEY!r}, as a list with one entry per observation")
-    return [str(row[0] if isinstance(row, list | tuple) and row else row) for row in rows]
+    return [read_prompt(row[0] if isinstance(row, list | tuple) and row else row, LANGUAGE_KEY) for row in rows]
 
 
 def _seeds(data: Mapping[str, Any], count: int) -> list[int] | None:
-    seeds = (data.get("options") or {}).get(SEEDS_OPTION)
+    seeds = _mapping(data.get("options") or {}, "data.options").get(SEEDS_OPTION)
     if seeds is None:
         return None
-    if len(seeds) != count:
-        raise MessageError(f"{len(seeds)} noise seeds for {count} observations; give one per observation")
-    return [int(seed) for seed in seeds]
+    if not isinstance(seeds, list | tuple) or len(seeds) != count:
+        raise MessageError(f"{SEEDS_OPTION} must be a list with one noise seed for each of the {count} observations")
+    return [read_seed(seed) for seed in seeds]

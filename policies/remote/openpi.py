@@ -52,15 +52,31 @@ def read_observation(message: Any, views: tuple[str, ...]) -> tuple[Observation,
     for key in wanted[:-1]:
         if not isinstance(message[key], np.ndarray):
             raise MessageError(f"{key} must be a numpy array, not {type(message[key]).__name__}")
+    if message[STATE_KEY].dtype.kind not in "biuf":
+        raise MessageError(f"{STATE_KEY} must hold numbers, not {message[STATE_KEY].dtype}")
     seed = message.get(SEED_KEY)
     return (
         Observation(
             images={view: message[IMAGE_KEYS[view]] for view in views},
             state=np.asarray(message[STATE_KEY], np.float32),
-            prompt=str(message[PROMPT_KEY]),
+            prompt=read_prompt(message[PROMPT_KEY], PROMPT_KEY),
         ),
-        None if seed is None else int(seed),
+        None if seed is None else read_seed(seed),
     )
+
+
+def read_prompt(value: Any, key: str) -> str:
+    """The instruction. Raises MessageError for anything but text: what is no text would reach the policy as words."""
+    if not isinstance(value, str):
+        raise MessageError(f"{key} must be text, not {type(value).__name__}")
+    return value
+
+
+def read_seed(value: Any) -> int:
+    """A noise seed. Raises MessageError for anything but a whole number."""
+    if not isinstance(value, int | np.integer):
+        raise MessageError(f"a noise seed must be a whole number, not {value!r}")
+    return int(value)
 
 
 def read_actions(answer: Any) -> Float32:

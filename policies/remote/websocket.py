@@ -23,6 +23,8 @@ CHUNK_BYTES = 2**18
 """Most bytes taken from the socket at once."""
 BUFFER_BYTES = 2**22
 """Asked for as the kernel's buffer on either side, so that a request crosses without waiting for its reader."""
+SEND_TIMEOUT_S = 60.0
+"""How long the other side may take to read a message; one that does not is left."""
 CLOSE_TIMEOUT_S = 1.0
 """How long the other side may take to answer a close."""
 
@@ -93,16 +95,25 @@ class Websocket:
             return ConnectionClosedError(None, None)
 
     def flush(self) -> None:
-        """Write what the protocol wants written; a peer that is gone is noticed by the next receive."""
-        self._socket.settimeout(None)
+        """Write what the protocol wants written; a peer that is gone, or does not read, is noticed by the next receive."""
+        self._socket.settimeout(SEND_TIMEOUT_S)
         for data in self._protocol.data_to_send():
             try:
                 if data:
                     self._socket.sendall(data)
                 else:
                     self._socket.shutdown(socket.SHUT_WR)
-            except OSError:
+            except OSError as error:
+                if isinstance(error, TimeoutError):  # half a message is out: nothing can follow it
+                    self._leave()
                 return
+
+    def _leave(self) -> None:
+        """End the connection without a word."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
 
     def close(self, code: int = CloseCode.NORMAL_CLOSURE, reason: str = "") -> None:
         """Say goodbye, wait a moment for the answer, and free the socket; may be called twice."""

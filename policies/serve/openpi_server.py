@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -25,9 +26,12 @@ from vla_rl.policies.remote.served import ENTRY
 from vla_rl.policies.remote.websocket import Websocket, accept_websocket
 from vla_rl.policies.serve.service import Listen, Service, error_text
 
+_LOG = logging.getLogger(__name__)
 HEALTH_PATH = "/healthz"
 TOKEN_PREFIX = "Api-Key "
 """openpi's clients send their token as `Authorization: Api-Key TOKEN`."""
+ACCEPT_AGAIN_S = 0.5
+"""Pause after a client that could not be let in."""
 HANDSHAKE_TIMEOUT_S = 10.0
 """How long a client may take to say what it wants."""
 
@@ -37,7 +41,7 @@ def serve_openpi(service: Service, listen: Listen, stop: threading.Event, starte
     service.batcher.clients = 0
     server = _Connections(service)
     with socket.create_server((listen.host, listen.port), backlog=128) as listener:
-        accepting = threading.Thread(target=server.accept, args=(listener,), name="accept")
+        accepting = threading.Thread(target=server.accept, args=(listener, stop), name="accept")
         accepting.start()
         started(f"ws://{listen.host}:{listener.getsockname()[1]}")
         stop.wait()
@@ -55,13 +59,15 @@ class _Connections:
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
 
-    def accept(self, listener: socket.socket) -> None:
-        """Give every client a thread, until the listening socket is shut down."""
-        while True:
+    def accept(self, listener: socket.socket, stop: threading.Event) -> None:
+        """Give every client a thread, until `stop` is set and the listening socket shut down."""
+        while not stop.is_set():
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if not stop.wait(ACCEPT_AGAIN_S):  # too many open files, or a client that was gone at once: others still come
+                    _LOG.warning("a client could not be let in (%s); trying again", error)
+                continue
             thread = threading.Thread(target=self._serve, args=(connection, f"openpi:{next(self._numbers)}"), name="client", daemon=True)
             with self._lock:
                 self._open[connection] = thread

@@ -142,6 +142,10 @@ def test_groots_gripper_is_one_when_open() -> None:
         ([], "is a dictionary"),
         ({"prompt": "x"}, "lacks observation/image, observation/wrist_image, observation/state"),
         (openpi.observation_message(observation(), VIEWS, None) | {"observation/image": "text"}, "observation/image must be a numpy array"),
+        (openpi.observation_message(observation(), VIEWS, None) | {"observation/state": np.array(["a"] * 8)}, "state must hold numbers"),
+        (openpi.observation_message(observation(), VIEWS, None) | {"prompt": None}, "prompt must be text, not NoneType"),
+        (openpi.observation_message(observation(), VIEWS, None) | {"prompt": b"bytes"}, "prompt must be text, not bytes"),
+        (openpi.observation_message(observation(), VIEWS, None) | {openpi.SEED_KEY: "abc"}, "seed must be a whole number, not 'abc'"),
     ],
 )
 def test_wrong_openpi_requests_name_the_key(message: Any, said: str) -> None:
@@ -155,6 +159,7 @@ def test_wrong_openpi_requests_name_the_key(message: Any, said: str) -> None:
         ({"video": {}}, "needs video.image as a numpy array"),
         ({"language": {}}, "needs the instruction"),
         ({"language": {groot.LANGUAGE_KEY: [["a"], ["b"]]}}, "equally many observations"),
+        ({"language": {groot.LANGUAGE_KEY: [[None]]}}, "must be text, not NoneType"),
         ({"state": {name: np.zeros((1, 1, 1), np.float32) for name in groot.STATE_PARTS}}, "must have 8"),
         ({"state": {name: np.zeros(1, np.float32) for name in groot.STATE_PARTS}}, "must have 3 dimensions"),
     ],
@@ -163,6 +168,13 @@ def test_wrong_groot_requests_name_the_part(change: dict[str, Any], said: str) -
     data = groot.observation_message(observation(), VIEWS, None)
     with pytest.raises(MessageError, match=said):
         groot.read_request({"observation": data["observation"] | change}, VIEWS)
+
+
+@pytest.mark.parametrize("seeds", [3, [1, 2], ["a"], [0.5]])
+def test_wrong_groot_seeds_are_named(seeds: Any) -> None:
+    data = groot.observation_message(observation(), VIEWS, None) | {"options": {groot.SEEDS_OPTION: seeds}}
+    with pytest.raises(MessageError, match="noise seed"):
+        groot.read_request(data, VIEWS)
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"actions": np.zeros((0, 7))}, {"actions": np.zeros((3, 32))}, "text"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 import time
 import urllib.request
@@ -16,13 +18,20 @@ import numpy as np
 import pytest
 import zmq
 from serving_policies import CHUNK, EchoPolicy
+from websockets.exceptions import ConnectionClosed
+from websockets.protocol import State
+from websockets.server import ServerProtocol
 
 from vla_rl.cli import main
 from vla_rl.config import ConfigError
 from vla_rl.episode import STATE_DIM, VIEWS, Observation
+from vla_rl.policies.remote import websocket
 from vla_rl.policies.remote.client import TOKEN_VARIABLE, GrootClient, PolicyClient, open_client
 from vla_rl.policies.remote.messages import MessageError
 from vla_rl.policies.remote.served import RemoteError, ServedPolicy
+from vla_rl.policies.serve.batcher import Batcher
+from vla_rl.policies.serve.openpi_server import _Connections
+from vla_rl.policies.serve.service import Service
 from vla_rl.serving import ServeConfig, served_in_background
 
 PROTOCOLS = ("openpi", "groot")
@@ -197,6 +206,8 @@ def test_noise_of_clients_without_seeds_differs_by_request_and_repeats_with_the_
 def test_wrong_urls_and_options_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RemoteError, match=r"must be ws://HOST:PORT"):
         open_client("http://localhost:8000", 1.0)
+    with pytest.raises(RemoteError, match=r"Port out of range .* write ws://HOST:PORT"):
+        open_client("ws://localhost:99999", 1.0)
     with pytest.raises(RemoteError, match="no address to connect to"):
         open_client("tcp://localhost", 1.0)
     for values, said in (
@@ -221,6 +232,43 @@ def test_a_port_that_is_taken_is_an_error() -> None:
                 served_in_background(config, policy, ServedPolicy("e", "d", policy.spec)),
             ):
                 pass
+
+
+def test_a_client_that_cannot_be_let_in_does_not_end_the_server() -> None:
+    """Out of file descriptors for a moment: accepting goes on. It ends when the server is stopped and its socket shut down."""
+    policy, stop = EchoPolicy(), threading.Event()
+    service = Service(Batcher(policy, 1, 0.0), ServedPolicy("echo", "digest", policy.spec), 0, 2**20)
+    connections = _Connections(service)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        causes = iter([OSError(errno.EMFILE, "Too many open files")])
+
+        class Full:
+            """The listener of a process that has no descriptor left, once."""
+
+            def accept(self) -> Any:
+                for cause in causes:
+                    raise cause
+                return listener.accept()
+
+        accepting = threading.Thread(target=connections.accept, args=(Full(), stop))
+        accepting.start()
+        with closing(open_client(f"ws://127.0.0.1:{listener.getsockname()[1]}", TIMEOUT_S)) as client:
+            assert client.ask(observation(3.0), 0)[0, 0] == 3.0
+        stop.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        accepting.join(TIMEOUT_S)
+    assert not accepting.is_alive()
+    connections.end()
+
+
+def test_who_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that nobody takes up ends the connection, in place of a thread that waits for ever (and a server that never stops)."""
+    monkeypatch.setattr(websocket, "SEND_TIMEOUT_S", 0.05)
+    ours, theirs = socket.socketpair()
+    with theirs, closing(websocket.Websocket(ours, ServerProtocol(state=State.OPEN))) as connection:
+        connection.send(bytes(2**24))
+        with pytest.raises(ConnectionClosed):
+            connection.receive(TIMEOUT_S)
 
 
 def test_an_answer_that_is_no_message_is_named() -> None:
