@@ -25,14 +25,15 @@ from vla_rl.algorithms.reductions import LogProbReduction
 from vla_rl.config import ConfigError, to_plain
 from vla_rl.datasets.loader import DataConfig
 from vla_rl.engine.config import EngineConfig
-from vla_rl.phases import rl, rl_trainer
+from vla_rl.phases import rl, rl_best, rl_trainer
+from vla_rl.phases.evaluation import EvaluationConfig
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_heads import with_heads
 from vla_rl.phases.rl_update import Learner
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.sim.pool import PoolConfig
-from vla_rl.telemetry.files import read_jsonl
+from vla_rl.telemetry.files import read_json, read_jsonl
 from vla_rl.telemetry.spans import leaf_shares
 
 ONE_STEP = {"steps": 1, "checkpoint_every": 1}
@@ -258,6 +259,41 @@ def test_another_micro_batch_size_gives_the_same_step_up_to_rounding(initial: Pa
     assert second["log_prob_gap_largest"] <= 1e-4
     for name in ("loss", "loss_policy", "loss_value", "grad_norm"):
         assert first[name] == pytest.approx(second[name], rel=1e-3, abs=1e-5)  # float32 sums of other shapes
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing cleans up after it but what must."""
+
+
+def test_the_best_policy_stays_the_best_over_a_resume(initial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in its second evaluation, which is made up for, and in the step after that: the third policy is worse and takes no place."""
+    rates, evaluated = {"step_1": 0.5, "step_2": 0.8, "step_3": 0.6}, list[str]()
+    kills = ["evaluation of step_2", "rl_step 3"]
+    plain = rl.rl_step
+
+    def evaluate(settings: Any, policy: Path, run_dir: Path) -> dict[str, float]:
+        if f"evaluation of {run_dir.name}" in kills:
+            raise Killed(kills.pop(0))
+        evaluated.append(run_dir.name)
+        return {"success_rate": rates[run_dir.name], "crashes": 0.0}
+
+    def step(run: Any) -> Any:
+        if f"rl_step {run.step + 1}" in kills:
+            raise Killed(kills.pop(0))
+        return plain(run)
+
+    monkeypatch.setattr(rl_best, "evaluate_checkpoint", evaluate)
+    monkeypatch.setattr(rl, "rl_step", step)
+    config = rl_recipe(tmp_path / "run", initial, steps=3, checkpoint_every=1, evaluation=EvaluationConfig(every=1))
+    for _ in range(2):
+        with pytest.raises(Killed):
+            rl.run_rl(config)
+    assert rl.run_rl(config) == 0
+    assert evaluated == ["step_1", "step_2", "step_3"]
+    kept = read_json(Path(config.run_dir) / "best" / "selection.json")
+    assert (kept["step"], kept["success_rate"]) == (2, 0.8)
+    rows = [row for row in read_jsonl(Path(config.run_dir) / "metrics.jsonl") if "validation_success_rate" in row]
+    assert [(row["update"], row["validation_success_rate"]) for row in rows] == [(1, 0.5), (2, 0.8), (3, 0.6)]
 
 
 def test_stale_rollouts_run_on_schedule_and_resume_to_the_bit(initial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

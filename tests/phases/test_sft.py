@@ -22,6 +22,7 @@ from vla_rl.config import ConfigError, to_plain
 from vla_rl.datasets.loader import DataConfig
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import EngineError
+from vla_rl.phases import sft
 from vla_rl.phases.evaluation import EvaluationConfig
 from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.phases.progress import UpdateProgress
@@ -163,7 +164,8 @@ def test_a_saved_policy_is_a_start(recipe: SftConfig, straight: SftConfig, tmp_p
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-9, rtol=0) for name in theirs)
 
 
-def test_evaluation_during_training_is_in_the_metrics(recipe: SftConfig) -> None:
+def test_evaluation_during_training_is_in_the_metrics(recipe: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run was killed in the last one, and has no update left."""
     evaluation = EvaluationConfig(
         every=4,
         suite="reach",
@@ -173,6 +175,13 @@ def test_evaluation_during_training_is_in_the_metrics(recipe: SftConfig) -> None
         pool=PoolConfig(backend="serial", workers=1),
     )
     config = replace(recipe, updates=4, evaluation=evaluation)
+
+    def killed(*arguments: Any) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(sft, "evaluate_checkpoint", killed)
+        run_sft(config)
     assert run_sft(config) == 0
     assert losses(config, "success_rate").keys() == {4}
     assert losses(config, "missing_episodes") == {4: 0.0}

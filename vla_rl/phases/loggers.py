@@ -61,6 +61,14 @@ def drop_rows_after(run: RunDirectory, update: int) -> None:
         write_text(run.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
 
 
+def owes_evaluation(run: RunDirectory, update: int, every: int) -> bool:
+    """Whether the checkpoint of `update` is to be evaluated and was not: also where a run was killed before it could be."""
+    if every == 0 or update == 0 or update % every:
+        return False
+    names = [name for row in read_jsonl(run.metrics_file) if row.get("update") == update for name in row]
+    return not any(name.endswith("success_rate") for name in names)
+
+
 def _tensorboard(run: RunDirectory, resumed_at: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from vla_rl.cluster.open import open_backend, open_meeting
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
-from vla_rl.phases.loggers import MetricLog
+from vla_rl.phases.loggers import MetricLog, owes_evaluation
 from vla_rl.phases.progress import UpdateProgress
 from vla_rl.phases.rl_batches import advantages, row_scalars, staleness
 from vla_rl.phases.rl_best import evaluate_and_keep_best
@@ -49,8 +49,6 @@ class _Run:
     """Actions per chunk of the policy."""
     step: int = 0
     """RL steps done; also the version of the trainer's weights."""
-    best: float = -1.0
-    """Highest success rate on validation scenes so far."""
 
 
 def run_rl(config: RlConfig, make_env: MakeEnv = make_env, make_trainer: MakeTrainer = TrainerRank) -> int:
@@ -75,6 +73,8 @@ def run_rl(config: RlConfig, make_env: MakeEnv = make_env, make_trainer: MakeTra
 def _train(rl: _Run, interrupt: Interrupt, log: MetricLog, progress: UpdateProgress, spans: SpanLog) -> None:
     """The loop: one step after another; checkpoints and evaluations when they are due."""
     config, saved_at = rl.config, rl.step
+    if owes_evaluation(rl.run, rl.step, config.evaluation.every) and (validation := _evaluate(rl, interrupt)):
+        log.write(rl.step, validation)  # it was killed in its last evaluation
     while rl.step < config.steps and not interrupt.requested:
         spans.rows.clear()
         with span("rl_step"):
@@ -85,9 +85,9 @@ def _train(rl: _Run, interrupt: Interrupt, log: MetricLog, progress: UpdateProgr
             if due:
                 with span("checkpoint"):
                     saved_at = _save(rl)
-            if due and config.evaluation.every and rl.step % config.evaluation.every == 0:
-                with span("evaluation"), interrupt.breaking():
-                    validation, rl.best = evaluate_and_keep_best(config, rl.run, rl.step, rl.best)
+            if due and owes_evaluation(rl.run, rl.step, config.evaluation.every):
+                with span("evaluation"):
+                    validation = _evaluate(rl, interrupt)
         envs = config.cluster.rollout_workers * config.pool.workers
         report, numbers = step_report(spans.rows, rollout.seconds, envs, metrics["batch_fill"])
         log.write(rl.step, numbers | validation)
@@ -96,6 +96,13 @@ def _train(rl: _Run, interrupt: Interrupt, log: MetricLog, progress: UpdateProgr
             print(report, file=sys.stderr)
     if saved_at != rl.step:
         _save(rl)
+
+
+def _evaluate(rl: _Run, interrupt: Interrupt) -> dict[str, float]:
+    """Numbers of the checkpoint that was just written; nothing after Ctrl-C."""
+    with interrupt.breaking():
+        return evaluate_and_keep_best(rl.config, rl.run, rl.step)
+    return {}
 
 
 def _log_step(rl: _Run, log: MetricLog, metrics: dict[str, float], rollout: Rollout) -> None:
@@ -170,7 +177,7 @@ def _resume(rl: _Run) -> None:
     """Go on from the last checkpoint, on every trainer rank and here; rollouts that no update saw come back as parcels of rank 0."""
     extra, pending = rl.crew.train("resume", rl.run.checkpoints)
     if extra is not None:
-        rl.step, rl.best = extra["step"], extra["best"]
+        rl.step = extra["step"]
         whole = [rollout.with_parcels(lambda parcel: rl.crew.trainers[0].call("restored").result().payload) for rollout in pending]
         rl.rollouts.resume(rl.step, extra["next_group"], whole)
 
@@ -178,6 +185,5 @@ def _resume(rl: _Run) -> None:
 def _save(rl: _Run) -> int:
     """Write a checkpoint; returns the step it belongs to."""
     pending, next_group = rl.rollouts.made()
-    extra = {"step": rl.step, "next_group": next_group, "best": rl.best}
-    rl.crew.train("save", rl.run.checkpoints, extra, pending)
+    rl.crew.train("save", rl.run.checkpoints, {"step": rl.step, "next_group": next_group}, pending)
     return rl.step

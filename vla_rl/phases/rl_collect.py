@@ -51,8 +51,7 @@ class Collector:
         while not source.plan().complete:
             if self.stopping:
                 return None
-            for worker, post in enumerate(self._posts):
-                self._deal(worker, post, source)
+            self._deal(source)
             with span("wait_env_and_policy"):
                 ended = self._crew.backend.wait_any([post.call for post in self._posts if post.call is not None])
             for worker, post in enumerate(self._posts):
@@ -60,19 +59,24 @@ class Collector:
                     self._take(worker, post, post.call, source)
         return self._rollout(step, source, started)
 
-    def _deal(self, worker: int, post: _Post, source: StepSource) -> None:
-        """Fill an idle worker's queue up to twice its envs, so that none of them waits for the driver, and let it run."""
-        if post.call is not None:
-            return
-        fresh: list[EpisodeSpec] = []
-        while len(post.dealt) + len(fresh) < 2 * self._config.pool.workers:
-            spec = self._again.popleft() if self._again else source.next()
+    def _deal(self, source: StepSource) -> None:
+        """Fill the queues of workers that wait for the driver, the shortest first, and let them run.
+
+        A queue has up to twice the worker's envs, so that none of them waits for the driver.
+        """
+        waiting = {worker: post for worker, post in enumerate(self._posts) if post.call is None}
+        fresh: dict[int, list[EpisodeSpec]] = {worker: [] for worker in waiting}
+        while waiting:
+            worker = min(waiting, key=lambda worker: len(waiting[worker].dealt))
+            full = len(waiting[worker].dealt) >= 2 * self._config.pool.workers
+            spec = None if full else self._again.popleft() if self._again else source.next()
             if spec is None:
                 break
-            fresh.append(spec)
-        post.dealt += fresh
-        if post.dealt:
-            post.call = self._crew.workers[worker].call("advance", fresh)
+            waiting[worker].dealt.append(spec)
+            fresh[worker].append(spec)
+        for worker, post in waiting.items():
+            if post.dealt:
+                post.call = self._crew.workers[worker].call("advance", fresh[worker])
 
     def _take(self, worker: int, post: _Post, call: Pending, source: StepSource) -> None:
         """An episode ended, or its worker did: then another life runs again what was lost."""
@@ -155,8 +159,8 @@ class Rollouts:
         """Those that nobody has taken, as far as they are whole, and the first group after them."""
         rollouts: list[Rollout] = []
         for future in self._futures:
-            if not future.done() or (rollout := future.result()) is None:
-                break
+            if not future.done() or future.exception() is not None or (rollout := future.result()) is None:
+                break  # what went wrong is raised where the rollout is taken; the step that is being saved is whole
             rollouts.append(rollout)
         return rollouts, rollouts[-1].next_group if rollouts else self.taken_to_group
 

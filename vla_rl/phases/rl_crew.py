@@ -90,7 +90,7 @@ class Crew:
 
     def begin(self) -> None:
         """Have every worker pull the newest weights; where a worker died in a push, nobody has them before it was replaced."""
-        while not self._delivered:
+        while not self._is_delivered():
             for worker, member in enumerate(self.workers):
                 if (loss := self.backend.loss_of(member)) is not None:
                     self.replace(worker, loss)
@@ -125,6 +125,11 @@ class Crew:
     def received_bytes(self) -> int:
         """Bytes of all answers that reached the driver so far."""
         return self._bytes_of_the_dead + sum(member.received_bytes for member in (*self.trainers, *self.workers))
+
+    def _is_delivered(self) -> bool:
+        """Whether the newest weights are with the workers, after the push that is under way, if one is."""
+        with self._weights_turn:
+            return self._delivered
 
     def _insist(self, worker: int, call: Pending, method: str, arguments: tuple[Any, ...]) -> Any:
         while True:

@@ -56,14 +56,16 @@ class TrainerRank:
         return self.learner.policy.spec.chunk_length
 
     def resume(self, checkpoints: Path) -> tuple[dict[str, Any] | None, list[Rollout]]:
-        """Go on from the last checkpoint: what the driver saved (None without one), and rollouts whose episodes `restored` hands out."""
+        """Go on from the last checkpoint: what the driver saved (None without one), and rollouts whose episodes rank 0's `restored`
+        hands out."""
         folder = last_checkpoint(checkpoints)
         if folder is None:
             return None, []
         extra = load_checkpoint(self.learner.engine, folder)
         if self._cloning is not None:
             self._cloning.load_state_dict(extra["cloning"])
-        pending: list[Rollout] = pickle.loads((folder / ROLLOUTS_FILE).read_bytes()) if extra["pending"] else []
+        holds = extra["pending"] and self.learner.engine.world.leads
+        pending: list[Rollout] = pickle.loads((folder / ROLLOUTS_FILE).read_bytes()) if holds else []
         self._restored = [parcel.fetch() for rollout in pending for parcel in (*rollout.parcels[0], *rollout.parcels[1])]
         return extra, [rollout.with_parcels(lambda parcel: Held(None)) for rollout in pending]
 

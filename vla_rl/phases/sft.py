@@ -31,7 +31,7 @@ from vla_rl.episode import ACTION_DIM
 from vla_rl.phases.action_tokenizer import tokenizer_folder
 from vla_rl.phases.evaluation import EvaluationConfig, evaluate_checkpoint
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
-from vla_rl.phases.loggers import LoggerConfig, MetricLog
+from vla_rl.phases.loggers import LoggerConfig, MetricLog, owes_evaluation
 from vla_rl.phases.progress import UpdateProgress
 from vla_rl.policies.base import Batch, LossSums
 from vla_rl.policies.checkpoint import load_policy, save_policy
@@ -138,6 +138,8 @@ def _train(training: _Training, interrupt: Interrupt, log: MetricLog | None, pro
     """The loop: samples, gradient, optimizer step; validation, checkpoint and evaluation when they are due."""
     config, engine, loader = training.config, training.engine, training.loader
     saved_at = engine.updates
+    if training.world.from_leader(owes_evaluation(training.run, engine.updates, config.evaluation.every)):
+        _log_values(log, engine.updates, _evaluate(training, interrupt))  # it was killed in its last evaluation
     while engine.updates < config.updates and not _any_rank(training.world, interrupt.requested):
         with span("update"):
             with span("data"):
