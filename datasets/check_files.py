@@ -24,11 +24,14 @@ from vla_rl.datasets.lerobot_tables import rows_of_column
 from vla_rl.datasets.schema import IMAGE_KEYS, DatasetError
 from vla_rl.datasets.tally import vector_statistics
 from vla_rl.datasets.video import VideoFiles
+from vla_rl.episode import Float64
 from vla_rl.telemetry.files import DamagedFileError, read_json
 
 RECORD_AGAIN = "record it again, or leave it out: vla-rl data filter --without-numbers"
 STATISTICS_TOLERANCE = 1e-3
 """Of the range of a dimension; float32 statistics of other writers differ by 1e-6 of it."""
+SHOWN_CHARACTERS = 80
+"""Of what stands where numbers should."""
 
 
 def file_findings(infos: Sequence[EpisodeInfo]) -> Iterator[Finding]:
@@ -138,19 +141,31 @@ def all_rows(infos: Sequence[LeRobotInfo], feature: str) -> np.ndarray:
     return np.concatenate([rows_of_column(read_rows(info, (feature,))[feature]) for info in infos])
 
 
-def _differences(feature: str, stored: dict[str, Any], true: dict[str, Any]) -> Iterator[str]:
+def _differences(feature: str, stored: Any, true: dict[str, Any]) -> Iterator[str]:
     scale = np.maximum(np.array(true["max"]) - np.array(true["min"]), 1e-6)
     for kind, value in true.items():
-        if kind not in stored:
+        if not isinstance(stored, dict) or kind not in stored:
             yield f"{feature} has no {kind}, which normalisation needs"
+            continue
+        numbers = _numbers(stored[kind])
+        if len(numbers) != len(value) or not np.isfinite(numbers).all():
+            yield f"{kind} of {feature} is {str(stored[kind])[:SHOWN_CHARACTERS]}, not {len(value)} finite numbers"
         elif kind == "count":
-            if int(np.ravel(stored[kind])[0]) != value[0]:
-                yield f"{feature} was computed over {int(np.ravel(stored[kind])[0])} rows, the dataset has {value[0]}"
+            if int(numbers[0]) != value[0]:
+                yield f"{feature} was computed over {int(numbers[0])} rows, the dataset has {value[0]}"
         else:
-            off = np.abs(np.ravel(stored[kind]) - np.array(value)) / scale
+            off = np.abs(numbers - np.array(value)) / scale
             if off.max() > STATISTICS_TOLERANCE:
                 worst = int(off.argmax())
-                yield f"{kind} of {feature}[{worst}] is {np.ravel(stored[kind])[worst]:.4g}, over all rows it is {value[worst]:.4g}"
+                yield f"{kind} of {feature}[{worst}] is {numbers[worst]:.4g}, over all rows it is {value[worst]:.4g}"
+
+
+def _numbers(value: Any) -> Float64:
+    """What a file gives as numbers, flat; nothing where they are none."""
+    try:
+        return np.ravel(np.array(value, np.float64))
+    except (TypeError, ValueError):
+        return np.zeros(0)
 
 
 def _untold(folder: Path, infos: Sequence[LeRobotInfo]) -> Iterator[Finding]:

@@ -229,6 +229,10 @@ LEROBOT_FAULTS: list[tuple[str, str, Spoil]] = [
     ("dropped-tail", r"declares \d+ control steps, .*file-000\.parquet has \d+", lambda f: drop_last_row(f)),
     ("statistics", r"q99 of action\[0\] is 0\.123, over all rows it is", lambda f: edit_stats(f, "q99", lambda v: [0.123, *v[1:]])),
     ("statistics", r"action was computed over 5 rows, the dataset has", lambda f: edit_stats(f, "count", lambda v: [5])),
+    ("statistics", r"q99 of action is \[nan, .*, not 7 finite numbers", lambda f: edit_stats(f, "q99", lambda v: [float("nan"), *v[1:]])),
+    ("statistics", r"q01 of action is \[.*, not 7 finite numbers", lambda f: edit_stats(f, "q01", lambda v: [*v, 1.0])),
+    ("statistics", r"mean of action is None, not 7 finite numbers", lambda f: edit_stats(f, "mean", lambda v: None)),
+    ("statistics", r"std of action is \['a'\], not 7 finite numbers", lambda f: edit_stats(f, "std", lambda v: ["a"])),
     ("statistics", r"meta/stats\.json is missing", lambda f: (f / "meta/stats.json").unlink()),
     ("statistics", r"meta/stats\.json: not JSON(?s:.)*-> delete it and write true ones", lambda f: cut(f / "meta/stats.json")),
 ]
