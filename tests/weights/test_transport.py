@@ -9,11 +9,13 @@ from contextlib import closing
 import pytest
 import torch
 from synced_policy import INPUT_BI, SyncedPolicy, change
+from torch import Tensor
 
 from vla_rl.cluster.rendezvous import MeetingPlace
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine
 from vla_rl.engine.world import World
+from vla_rl.weights import shared_memory
 from vla_rl.weights.digest import weights_digest
 from vla_rl.weights.errors import VersionError, WeightSyncError
 from vla_rl.weights.layout import held_weights
@@ -63,6 +65,30 @@ def test_weights_arrive_in_the_precision_that_who_acts_holds(world: World, trans
         assert all(torch.equal(held[name], tensor) for name, tensor in rounded.items())
 
 
+def test_a_push_in_the_middle_of_a_checked_pull_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a rollout worker is replaced beside an update: what it pulled is compared, not what came meanwhile."""
+    engine, policy = Engine(SyncedPolicy(), EngineConfig(), 1, world), SyncedPolicy()
+    sender = Sender(engine, "shared_memory")
+    receiver = open_receiver(sender.address, policy, 0, None)
+    with closing(sender), closing(receiver):
+        sender.push(3)
+        write = shared_memory.write
+
+        def push_and_write(target: Tensor, source: Tensor) -> None:
+            monkeypatch.setattr(shared_memory, "write", write)
+            change(engine.policy, 4)  # type: ignore[arg-type]
+            sender.push(4)
+            write(target, source)
+
+        monkeypatch.setattr(shared_memory, "write", push_and_write)
+        assert receiver.pull(policy, verify=True) == 3
+        assert receiver.pull(policy, verify=True) == 4, "a version without digests is compared with the trainer's memory"
+        with torch.no_grad():
+            next(policy.parameters()).add_(1.0)
+        with pytest.raises(WeightSyncError, match=r"1 of .* tensors differ from what was pushed as version 4"):
+            receiver.pull(policy, verify=True)
+
+
 def connected(threads: ThreadPoolExecutor, engine: Engine, policy: SyncedPolicy, address: CollectiveAddress) -> tuple[Sender, Receiver]:
     """Both sides of a collective in this process; each waits for the other."""
     acted_with = None if address.generation == 0 else 1
@@ -89,4 +115,14 @@ def test_a_push_arrives_beside_the_policy_and_again_after_a_reconnect(world: Wor
         assert weights_digest(held_weights(policy)) == digest(engine)
     with pytest.raises(VersionError):
         sender.push(1)
+    arrived = threads.submit(receiver.receive)
+    sender.push(2)
+    arrived.result()
+    with pytest.raises(WeightSyncError, match="version 2 has come: pull first"):
+        receiver.verify(policy)
+    assert receiver.pull(policy, verify=True) == 2, "only the first push of a sender has digests"
+    with torch.no_grad():
+        next(policy.parameters()).add_(1.0)
+    with pytest.raises(WeightSyncError, match=r"1 of .* tensors differ"):
+        receiver.verify(policy)
     place.close()

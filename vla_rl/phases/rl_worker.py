@@ -93,10 +93,8 @@ class RolloutWorker:
         """A rollout begins: pull the newest weights; returns their version. The first ones are compared by digest."""
         assert self._receiver is not None, "connected first"
         with span("weight_sync"):
-            self._actor.weights_version = self._receiver.pull(self.policy)
-            if not self._verified:
-                self._receiver.verify(self.policy)
-                self._verified = True
+            self._actor.weights_version = self._receiver.pull(self.policy, verify=not self._verified)
+            self._verified = True
             if self._engine is not None and isinstance(self.policy, TokenPolicy) and self._engine.version < self._actor.weights_version:
                 self._engine.load(self.policy.model.language, self._actor.weights_version)
         self._forwards, self._busy_s = self._actor.forwards, self._actor.busy_s

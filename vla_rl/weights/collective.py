@@ -148,10 +148,6 @@ class CollectiveReceiver:
     def verify(self, policy: nn.Module) -> str:
         """The digest (hex) of `policy`. Raises WeightSyncError unless it is what was pushed, or where the last push had no digests."""
         self._require_own(policy)
-        return self.verify_copy(policy)
-
-    def verify_copy(self, policy: nn.Module) -> str:
-        """The same for another policy that was given this one's weights."""
         if not self._digests:
             raise WeightSyncError(f"version {self.version} came without digests; call request_digest() on the sender before its push")
         weights = held_weights(policy)

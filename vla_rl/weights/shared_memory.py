@@ -147,10 +147,11 @@ class SharedMemoryReceiver:
         self._whole = False
         close_gate(policy, "no weights were pulled since this worker started")
 
-    def pull(self, policy: nn.Module) -> int:
+    def pull(self, policy: nn.Module, verify: bool = False) -> int:
         """Bring `policy` to the newest version and return it; does nothing where it has that already. Checks digests where there are any.
 
-        Raises WeightSyncError before the first push, and VersionError where the trainer is behind what this policy acted with.
+        `verify` compares in any case, before another push can make this version the older one. Raises WeightSyncError before the first
+        push and for weights that differ, and VersionError where the trainer is behind what this policy acted with.
         """
         self._require_own(policy)
         front = self._take_front()
@@ -161,6 +162,8 @@ class SharedMemoryReceiver:
         try:
             if not self._whole or version > self.version:
                 self._bring(front, version)
+            if verify:
+                self._compare(front)
         finally:
             if not self._mapped:
                 self._let_go(front)

@@ -20,6 +20,7 @@ from vla_rl.cluster.rendezvous import JOIN_S, Rendezvous
 from vla_rl.engine.engine import Engine
 from vla_rl.weights.buckets import Backend
 from vla_rl.weights.collective import CollectiveReceiver, CollectiveSender
+from vla_rl.weights.digest import combined_digest, require_same_digests, tensor_digest
 from vla_rl.weights.errors import WeightSyncError
 from vla_rl.weights.follower import Follower
 from vla_rl.weights.in_place import InPlaceSync
@@ -108,8 +109,9 @@ class Receiver(Protocol):
         """Take part in a push (collectives only)."""
         ...
 
-    def pull(self, policy: nn.Module) -> int:
-        """Bring the policy to the newest version and return it. Raises WeightSyncError before the first push."""
+    def pull(self, policy: nn.Module, verify: bool = False) -> int:
+        """Bring the policy to the newest version and return it; `verify` compares its digest with what was pushed, as one step: a push
+        that comes meanwhile changes nothing. Raises WeightSyncError before the first push, and for weights that differ."""
         ...
 
     def verify(self, policy: nn.Module) -> str:
@@ -143,9 +145,11 @@ class InPlaceReceiver:
     def receive(self) -> None:
         """See `Receiver.receive`: a push needs nobody."""
 
-    def pull(self, policy: nn.Module) -> int:
+    def pull(self, policy: nn.Module, verify: bool = False) -> int:
         """See `Receiver.pull`."""
         self.version = self._sync.pull(policy)
+        if verify:
+            self._sync.verify(policy)
         return self.version
 
     def verify(self, policy: nn.Module) -> str:
@@ -183,7 +187,7 @@ class StandbyReceiver:
         with self._lock:
             self._receiver.pull(self._standby)
 
-    def pull(self, policy: nn.Module) -> int:
+    def pull(self, policy: nn.Module, verify: bool = False) -> int:
         """See `Receiver.pull`."""
         with self._lock, torch.no_grad():
             if self._receiver.version < 0:
@@ -192,12 +196,22 @@ class StandbyReceiver:
             for name, tensor in held_weights(self._standby).items():
                 own[name].copy_(tensor)
             self.version = self._receiver.version
+            if verify:
+                self._compare(policy)
         return self.version
 
     def verify(self, policy: nn.Module) -> str:
         """See `Receiver.verify`."""
         with self._lock:
-            return self._receiver.verify_copy(policy)
+            if self._receiver.version != self.version:
+                raise WeightSyncError(f"the policy holds version {self.version}, version {self._receiver.version} has come: pull first")
+            return self._compare(policy)
 
     def close(self) -> None:
         """See `Receiver.close`: the group goes with this process."""
+
+    def _compare(self, policy: nn.Module) -> str:
+        """Against the standby, which was compared with the trainer's digests when they came."""
+        ours, theirs = ({name: tensor_digest(tensor) for name, tensor in held_weights(one).items()} for one in (policy, self._standby))
+        require_same_digests(ours, theirs, self.version)
+        return combined_digest(ours)
