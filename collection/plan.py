@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -43,6 +44,13 @@ def recorded_episodes(config: CollectConfig, operator: ReplayOperator) -> list[E
         for task in task_numbers(config)
         for info in [info for info in infos if (info.spec.suite, info.spec.task) == (config.suite, task)][: config.episodes_per_task]
     ]
+    scenes = Counter(info.spec.key for info in chosen)
+    twice = [info.name for info in chosen if scenes[info.spec.key] > 1]
+    if twice:
+        raise ConfigError(
+            f"operator.dataset {operator.dataset} holds the scene of {twice[0]} more than once ({', '.join(twice[1:4])} ...); what is "
+            "replayed is found by its scene: leave all but one out (vla-rl data filter --without-numbers)"
+        )
     if not chosen:
         there = ", ".join(sorted({f"{info.spec.suite} task {info.spec.task}" for info in infos}))
         raise ConfigError(

@@ -34,7 +34,7 @@ from vla_rl.datasets.lerobot_read import LeRobotInfo
 from vla_rl.datasets.lerobot_store import LeRobotStore
 from vla_rl.datasets.samples import NO_OP_MOTION
 from vla_rl.datasets.schema import DatasetError
-from vla_rl.datasets.store import EpisodeStore, list_episodes, merge
+from vla_rl.datasets.store import EpisodeStore, list_episodes, merge, require_some
 from vla_rl.episode import Bool, Episode, Float32, Outcome
 
 Target = Literal["hdf5", "lerobot"]
@@ -55,8 +55,7 @@ class Edited:
 
 def format_of(infos: Sequence[EpisodeInfo]) -> Target:
     """The one format of some episodes. Raises DatasetError for a mixture, or none at all."""
-    if not infos:
-        raise DatasetError("there is no episode in it; record some first (vla-rl collect)")
+    require_some(infos)
     formats = {isinstance(info, LeRobotInfo) for info in infos}
     if len(formats) != 1:
         raise DatasetError("HDF5 files and LeRobot folders together: bring them to one format first (vla-rl data convert)")
@@ -279,20 +278,32 @@ def moving_steps(actions_NA: Float32) -> Bool:
     return keep_N
 
 
-def _note(info: EpisodeInfo, rule: Filter) -> dict[str, Any]:
-    return {"from": info.name, "no_ops": rule.no_ops, "failures": rule.failures, "tasks": list(rule.tasks)}
+def _note(info: EpisodeInfo, rule: Filter, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What `provenance.filtered` says; the note of an earlier filter stays in it."""
+    earlier = {"earlier": provenance["filtered"]} if "filtered" in provenance else {}
+    return {"from": info.name, "no_ops": rule.no_ops, "failures": rule.failures, "tasks": list(rule.tasks), **earlier}
+
+
+def removed_steps(provenance: Mapping[str, Any]) -> list[int]:
+    """The control steps that filters have taken out of an episode, by its numbers at that time."""
+    note, removed = provenance.get("filtered"), []
+    while note is not None:
+        removed += note.get("removed_steps", [])
+        note = note.get("earlier")
+    return removed
 
 
 def _noted_copy(info: LeRobotInfo, number: int, rule: Filter) -> EpisodeParts:
     """A whole episode as it is stored (video is not encoded again), and the note about where it comes from."""
     parts = copy_episode(info, open_catalog(info.path), number)
-    provenance = json.loads(parts.description["provenance"]) | {"filtered": _note(info, rule)}
-    return replace(parts, description={**parts.description, "provenance": json.dumps(provenance)})
+    provenance = json.loads(parts.description["provenance"])
+    noted = provenance | {"filtered": _note(info, rule, provenance)}
+    return replace(parts, description={**parts.description, "provenance": json.dumps(noted)})
 
 
 def _filtered(episode: Episode, keep_N: Bool, info: EpisodeInfo, rule: Filter) -> Episode:
     """The episode without some steps, and the note about it."""
-    note = _note(info, rule)
+    note = _note(info, rule, episode.provenance)
     if keep_N.all():
         return replace(episode, provenance={**episode.provenance, "filtered": note})
     note["removed_steps"] = np.flatnonzero(~keep_N).tolist()

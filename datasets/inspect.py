@@ -19,8 +19,8 @@ from vla_rl.datasets.episodes import load_episode, load_steps
 from vla_rl.datasets.files import write_bytes
 from vla_rl.datasets.lerobot_read import LeRobotInfo
 from vla_rl.datasets.png import encode_png
-from vla_rl.datasets.schema import DatasetError, reorient
-from vla_rl.datasets.store import list_episodes
+from vla_rl.datasets.schema import reorient
+from vla_rl.datasets.store import list_episodes, require_some
 from vla_rl.episode import VIEWS, Float32, UInt8
 
 ACTION_NAMES = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
@@ -49,8 +49,7 @@ class Overview:
 def overview(paths: Sequence[str | Path]) -> Overview:
     """Read everything but pictures. Raises DatasetError."""
     infos = tuple(list_episodes(paths))
-    if not infos:
-        raise DatasetError(f"{', '.join(map(str, paths))}: holds no episode; record some first (vla-rl collect)")
+    require_some(infos)
     actions_RA = np.concatenate([load_steps(info, labels=False)[0] for info in infos])
     return Overview(tuple(map(str, paths)), infos, actions_RA, _size(infos))
 

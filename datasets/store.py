@@ -117,6 +117,12 @@ def require_once(named: Sequence[str]) -> None:
         raise DatasetError(f"named twice: {', '.join(twice[:3])}; its episodes would count double")
 
 
+def require_some(infos: Sequence[EpisodeInfo]) -> None:
+    """Raise DatasetError for a dataset that has no episode: LeRobot's folders can be empty."""
+    if not infos:
+        raise DatasetError("there is no episode in it; record some first (vla-rl collect)")
+
+
 def merge(paths: Sequence[str | Path], folder: str | Path) -> list[Path]:
     """Write LIBERO's form, one `TASK_demo.hdf5` per task with `demo_0`, `demo_1`, ..., from episodes of `paths`.
 

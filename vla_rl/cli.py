@@ -100,7 +100,7 @@ def command_help(name: str) -> str:
     more = {"bench": f"NAME is one of {', '.join(BENCHMARKS)}."}
     if name in RECIPES or name == "serve":
         what = "RECIPE" if name in RECIPES else "CHECKPOINT"
-        more[name] = f"'vla-rl {name} {what} --help' lists every field with its meaning; a key in a recipe is an option, --key value."
+        more[name] = f"'vla-rl {name} {what} --help' lists every field with its meaning; each is an option, --key value."
     usage = ["usage: vla-rl " + lines[start].strip(), *lines[start + 1 : start + length]]
     return "\n".join([*usage, *([more[name]] if name in more else [])])
 

@@ -20,11 +20,11 @@ from vla_rl.collection.control import BY_OPERATOR
 from vla_rl.collection.recorder import fill_frames
 from vla_rl.config import ConfigError
 from vla_rl.conventions import PromptSource
-from vla_rl.datasets.edit import require_new
+from vla_rl.datasets.edit import new_folder, removed_steps
 from vla_rl.datasets.episode_rows import EpisodeInfo, rows_of
 from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.schema import DatasetError
-from vla_rl.datasets.store import EpisodeStore, list_episodes
+from vla_rl.datasets.store import EpisodeStore, list_episodes, require_some
 from vla_rl.episode import Episode, Float64, Outcome
 from vla_rl.sim.base import Env, EnvConfig, Look
 from vla_rl.sim.factory import make_env
@@ -70,13 +70,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fill-into", type=Path, help="write the episodes with a picture before every step into this folder (HDF5)")
     options = parser.parse_args(arguments)
     infos = list_episodes(options.dataset)
+    require_some(infos)
     chosen = range(len(infos)) if options.episodes is None else options.episodes
     beyond = [number for number in chosen if number not in range(len(infos))]
     if beyond:
         raise ConfigError(f"--episodes has {beyond[0]}; the dataset has episodes 0 to {len(infos) - 1}")
     if options.fill_into is not None:
-        require_new(options.fill_into)
-        return _fill([infos[number] for number in chosen], options.fill_into)
+        with new_folder(options.fill_into):
+            return _fill([infos[number] for number in chosen], options.fill_into)
     return _report(list(_replay_all(infos, chosen)), options.csv)
 
 
@@ -166,7 +167,7 @@ def state_errors(recorded_ND: Float64, now_ND: Float64) -> Float64:
 
 def require_replayable(info: EpisodeInfo, episode: Episode) -> None:
     """Raise DatasetError for an episode whose scene or steps are not all there."""
-    removed = episode.provenance.get("filtered", {}).get("removed_steps")
+    removed = removed_steps(episode.provenance)
     if removed:
         raise DatasetError(f"{info.name}: {len(removed)} steps were filtered out of it, so it cannot happen again; replay the original")
     if "env" not in episode.provenance:

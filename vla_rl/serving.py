@@ -29,7 +29,7 @@ class ServeConfig:
     """The options of `vla-rl serve`."""
 
     checkpoint: str
-    """Folder of a policy (ours, LeRobot's, or openpi's PyTorch form), or its name on the Hugging Face hub."""
+    """Folder of a policy (ours, or one of the published layouts in docs/policies.md), or its name on the Hugging Face hub."""
     protocol: Literal["openpi", "groot"] = "openpi"
     """`openpi`: websocket and msgpack. `groot`: ZMQ and msgpack."""
     host: str = "127.0.0.1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,5 +45,9 @@ def test_a_replay_of_nothing_is_refused(reach_recipe: Recipe) -> None:
     collect(first)
     with pytest.raises(ConfigError, match=r"holds no episode of reach tasks \[3\]; it holds reach task 0"):
         collect(reach_recipe("again", tasks=(3,), operator=ReplayOperator("replay", first.run_dir)))
+    shutil.copytree(Path(first.run_dir) / "episodes", twice := Path(first.run_dir).parent / "twice")
+    shutil.copy(twice / "episode_000000.hdf5", twice / "episode_000001.hdf5")
+    with pytest.raises(ConfigError, match=r"holds the scene of .*episode_000000\.hdf5:demo_0 more than once"):
+        collect(reach_recipe("again", tasks=(0,), operator=ReplayOperator("replay", str(twice))))
     with pytest.raises(ValueError, match="nothing is left for a policy to do"):
         reach_recipe("policy", operator=ReplayOperator("replay", first.run_dir), checkpoint="somewhere")

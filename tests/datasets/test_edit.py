@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from vla_rl.conventions import Conventions, Orientation
-from vla_rl.datasets.edit import Filter, convert, filter_dataset, merge_datasets, moving_steps
+from vla_rl.datasets.edit import Filter, convert, filter_dataset, merge_datasets, moving_steps, removed_steps
 from vla_rl.datasets.episodes import load_episode
 from vla_rl.datasets.hdf5 import encode_episode
+from vla_rl.datasets.inspect import overview
 from vla_rl.datasets.lerobot_store import LeRobotStore
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.datasets.stats import dataset_statistics
 from vla_rl.datasets.store import EpisodeStore, list_episodes
 from vla_rl.episode import Episode, EpisodeSpec, Outcome
+from vla_rl.replay import main as replay
+from vla_rl.replay import require_replayable
 
 MakeStore = Callable[..., EpisodeStore]
 MakeEpisode = Callable[..., Episode]
@@ -170,6 +173,39 @@ def test_episodes_of_nothing_but_no_ops_are_named_by_the_numbers_that_leave_them
     assert not (tmp_path / "out").exists()
     done = filter_dataset([store.folder], tmp_path / "out", Filter(no_ops=True, failures=True, without_numbers=(2, 3)))
     assert (done.episodes, done.dropped_episodes) == (1, 3)
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "lerobot"])
+def test_a_filter_of_a_filter_keeps_the_first_ones_note(
+    write_folder: WriteFolder, make_store: MakeStore, make_episode: MakeEpisode, tmp_path: Path, kind: str
+) -> None:
+    """Steps that were taken out stay known, or a replay would execute what is left as if it were all."""
+    episodes = [still_at(make_episode(seed=0), {3, 4}), make_episode(seed=1)]
+    store = write_folder(episodes) if kind == "lerobot" else make_store(0)
+    with store.writing():
+        for number, episode in enumerate(episodes):
+            store.write(number, episode, 1)
+    filter_dataset([store.folder], tmp_path / "moving", Filter(no_ops=True))
+    filter_dataset([tmp_path / "moving"], tmp_path / "one", Filter(without_numbers=(1,)))
+    (info,) = list_episodes([tmp_path / "one"])
+    left = load_episode(info)
+    assert removed_steps(left.provenance) == [3, 4] and left.provenance["filtered"]["earlier"]["no_ops"]
+    with pytest.raises(DatasetError, match="2 steps were filtered out of it, so it cannot happen again"):
+        require_replayable(info, left)
+
+
+def test_a_folder_without_episodes_is_named(write_folder: WriteFolder, make_episode: MakeEpisode, tmp_path: Path) -> None:
+    store = write_folder([make_episode()])
+    with store.writing():
+        store.remove(0)
+    for edit in (
+        lambda: convert([store.folder], tmp_path / "out", "hdf5"),
+        lambda: merge_datasets([store.folder], tmp_path / "out"),
+        lambda: overview([store.folder]),
+        lambda: replay([str(store.folder)]),
+    ):
+        with pytest.raises(DatasetError, match="there is no episode in it"):
+            edit()
 
 
 def test_no_ops_are_those_of_openvla() -> None:
