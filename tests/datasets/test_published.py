@@ -44,6 +44,7 @@ def write_demo(data: h5py.Group, name: str, seen: dict[str, np.ndarray], late: i
     steps = len(seen["actions"])
     observed = slice(late, late + steps)
     demo = data.create_group(name)
+    demo.attrs["model_file"] = '<mujoco><asset><mesh file="/home/somebody/robosuite/models/assets/panda/link0.stl"/></asset></mujoco>'
     demo["actions"], demo["states"] = seen["actions"], seen["states"][:steps]
     robot = np.concatenate([seen["gripper_states"], seen["ee_pos"], seen["quaternions"]], axis=1)[observed]
     orientation = np.array([quat2axisangle(q.copy()) for q in seen["quaternions"][observed]])
@@ -141,6 +142,15 @@ def test_axis_angles_and_quaternions_are_inverse() -> None:
     quaternions /= np.linalg.norm(quaternions, axis=1, keepdims=True)
     # acos loses half the digits near w = 1: 1e-7 is what float64 leaves there
     assert np.allclose(axis_angles_to_quaternions(quaternions_to_axis_angles(quaternions)), quaternions, rtol=0, atol=1e-7)
+
+
+def test_a_model_of_another_machine_is_not_read(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`model_file` names meshes where somebody else's robosuite lay (cpgen #7): pictures are imported, and what needs the scene says so."""
+    store = EpisodeStore(tmp_path / "imported")
+    import_published(published, store, "libero_object", 7)
+    assert b"/home/somebody" not in store.path(0).read_bytes()
+    assert main(["replay", str(store.folder)]) == 2
+    assert "the scene of imported data cannot be restored" in capsys.readouterr().err
 
 
 def test_the_command_corrects_published_files(published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
