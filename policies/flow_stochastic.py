@@ -17,7 +17,8 @@ pi0 recipes); `flow_noise` learns its spread (Zhang et al. 2025, ReinFlow). The 
 log-probability of an action is summed over its L live dimensions and over the recorded steps.
 
 With `noise_over: chunk` one draw moves all actions of a chunk alike, and the density is that of what was drawn: of the chunk's mean action,
-N(mean_C(x); mean_C(mean), mean_C(std)^2). The other C - 1 directions of each dimension are deterministic and have no part in it.
+N(mean_C(x); mean_C(mean), mean_C(std)^2). The other C - 1 directions of each dimension are deterministic and have no part in it. Every
+action carries this one number whole, so that a ratio takes their mean, however many of them were executed.
 
 Rollout and trainer both go through `_transition`, with the times of one table: equal weights and equal batch shapes give
 log-ratios of exactly 0.
@@ -235,19 +236,19 @@ def _stochastic_steps(index_B: Tensor, denoise_steps: int, exploration: Explorat
 
 
 def _log_prob(x_BCA: Tensor, mean_BCA: Tensor, std_BCA: Tensor, live_L: Sequence[int], exploration: Exploration) -> Tensor:
-    """float32[B, C]: log-density of a transition, per action. What a whole chunk drew is shared out to its actions in equal parts."""
+    """float32[B, C]: log-density of a transition, per action; where a chunk draws once, each action has that of the chunk."""
     if exploration.noise_over == "action":
         return gaussian_log_prob(x_BCA, mean_BCA, std_BCA, live_L)
     log_prob_B1 = gaussian_log_prob(x_BCA.mean(1, keepdim=True), mean_BCA.mean(1, keepdim=True), std_BCA, live_L)
-    return log_prob_B1.expand(x_BCA.shape[:2]) / x_BCA.shape[1]
+    return log_prob_B1.expand(x_BCA.shape[:2])
 
 
 def _entropy(std_BCA: Tensor, shape_BCA: torch.Size, live_L: Sequence[int], exploration: Exploration) -> Tensor:
-    """float32[B, C]: entropy of a transition, per action; shared out as `_log_prob` does."""
+    """float32[B, C]: entropy of a transition, per action; of the chunk where it draws once, as in `_log_prob`."""
     rows, actions, dims = shape_BCA
     if exploration.noise_over == "action":
         return gaussian_entropy(std_BCA, shape_BCA, live_L)
-    return gaussian_entropy(std_BCA, torch.Size((rows, 1, dims)), live_L).expand(rows, actions) / actions
+    return gaussian_entropy(std_BCA, torch.Size((rows, 1, dims)), live_L).expand(rows, actions)
 
 
 def _transition(

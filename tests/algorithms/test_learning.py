@@ -55,7 +55,8 @@ def evaluate(flow: Flow, field: FlowBandit, noise_BCA: torch.Tensor, exploration
 )
 def test_a_flow_policy_learns(exploration: Exploration, direction: TimeDirection, unit: Unit):
     torch.manual_seed(0)
-    flow, field, reduction = Flow(direction), FlowBandit(), LogProbReduction(unit)
+    flow, field = Flow(direction), FlowBandit()
+    reduction = LogProbReduction(unit, actions="mean" if exploration.noise_over == "chunk" else "sum")
     optimizer = torch.optim.Adam(field.parameters(), lr=5e-3)
     mask_BC = torch.ones(ROWS, CHUNK, dtype=torch.bool)
     mask_BU = element_mask(mask_BC, unit)

@@ -136,7 +136,7 @@ def test_another_seed_sees_other_scenes(straight: RlConfig, initial: Path, tmp_p
     [
         (PPO, {"exploration": Exploration(stochastic_steps="all")}),
         (PPO, {"exploration": Exploration(likelihood="matching", matching_draws=3)}),
-        (PPO, {"exploration": Exploration("flow_noise", "last", noise_over="chunk")}),
+        (replace(PPO, log_prob=LogProbReduction(actions="mean")), {"exploration": Exploration("flow_noise", "last", noise_over="chunk")}),
         (replace(PPO, entropy_coefficient=0.01), {"exploration": Exploration("flow_noise", "all")}),
         (replace(PPO, log_prob=replace(PPO.log_prob, unit="action"), aggregation="episode_mean"), {}),
         (replace(PPO, old_log_prob="recompute"), {}),
@@ -344,7 +344,7 @@ def test_recipes_that_contradict_themselves(initial: Path, tmp_path: Path) -> No
         ({"suite": "libero_object"}, "does not run in env.kind"),
         ({"exploration": matching, "algorithm": replace(PPO, log_prob=LogProbReduction(denoise_steps="mean"))}, "mean over its draws"),
         ({"exploration": over_chunk, "algorithm": replace(PPO, log_prob=LogProbReduction("action"))}, "one likelihood"),
-        ({"exploration": over_chunk, "algorithm": replace(PPO, log_prob=LogProbReduction(actions="mean"))}, "one likelihood"),
+        ({"exploration": over_chunk, "algorithm": PPO}, "set them to 'chunk' and 'mean'"),
     ):
         with pytest.raises(ConfigError, match=said):
             rl_recipe(tmp_path, initial, **changes)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vla_rl.algorithms.health import OnPolicyError, check_on_policy, log_prob_gap
+from vla_rl.algorithms.reductions import LogProbReduction, reduce_per_action
 from vla_rl.errors import UserError
 from vla_rl.policies.flow import Flow, TimeDirection
 from vla_rl.policies.flow_stochastic import (
@@ -125,7 +126,7 @@ def test_noise_over_a_chunk_has_the_density_of_what_was_drawn():
     # a chunk of two actions, one dimension, u = 0, so that the ODE stands still; last step of 5: tau = .2, s = .5 sqrt(.2 / .8) = .25,
     # std = .25 sqrt(.2) = .1118034, noise estimate = x, pull = .25^2 * .2 / (2 * .2) = .03125.
     # x = 1 and 3, so the mean's mean is 2 * (1 - .03125) = 1.9375; x_next = 2 and 2.1: mean 2.05, z = .1125 / .1118034 = 1.0062306;
-    # log N = -z^2 / 2 - log .1118034 - .9189385 = .7658433, half of it for each action
+    # log N = -z^2 / 2 - log .1118034 - .9189385 = .7658248, for each action the same number
     x, x_next = torch.tensor([[[[1.0], [3.0]]]]), torch.tensor([[[[2.0], [2.1]]]])
     log_prob_BC, entropy_BC = chain_log_prob(
         DIRECTIONS[0],
@@ -137,9 +138,12 @@ def test_noise_over_a_chunk_has_the_density_of_what_was_drawn():
         Exploration("flow_sde", "last", noise_over="chunk"),
         [0],
     )
-    assert log_prob_BC.tolist() == [pytest.approx([0.7658433 / 2] * 2, abs=1e-5)]
+    assert log_prob_BC.tolist() == [pytest.approx([0.7658248] * 2, abs=1e-5)]
+    for executed in ([[True, True]], [[True, False]]):  # the draw is what it is, also where the episode ends inside the chunk
+        total_B1 = reduce_per_action(log_prob_BC, torch.tensor(executed), LogProbReduction(actions="mean"), 1, 1)
+        assert float(total_B1) == pytest.approx(0.7658248, abs=1e-5)
     # entropy of one number with std .1118034: log std + 1.4189385 = -.7720743
-    assert entropy_BC.tolist() == [pytest.approx([-0.7720743 / 2] * 2, abs=1e-6)]
+    assert entropy_BC.tolist() == [pytest.approx([-0.7720743] * 2, abs=1e-6)]
 
 
 @pytest.mark.parametrize("method", ["flow_sde", "flow_noise"])

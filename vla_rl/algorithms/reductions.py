@@ -33,7 +33,8 @@ class LogProbReduction:
     """Over the real action dimensions of an action: `sum` is its likelihood, `mean` divides by 7 (ReinFlow, DPPO), also where some of
     them are constant in the data and say nothing, so that a clip range means the same on every task."""
     actions: Reduction = "sum"
-    """Over the unmasked actions of a chunk; only `sum` where the unit is `action`."""
+    """Over the unmasked actions of a chunk; only `sum` where the unit is `action`, and only `mean` where each of them carries the
+    likelihood of the whole chunk (`exploration.noise_over: chunk`): that does not shrink where an episode ends inside the chunk."""
     denoise_steps: Reduction = "sum"
     """Over the recorded denoise steps: `sum` is the chain's likelihood, `mean` divides by their number
     (as RLinf's joint log-prob, whose divisor also counts the initial noise, which no weight changes)."""

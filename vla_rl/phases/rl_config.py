@@ -175,10 +175,11 @@ class RlConfig:
                 "exploration.method 'tokens': tokens have no velocity; use another kind"
             )
         over_chunk = self.exploration.noise_over == "chunk" and self.exploration.likelihood == "chain"
-        if over_chunk and (algorithm.log_prob.unit, algorithm.log_prob.actions) != ("chunk", "sum"):
+        if over_chunk and (algorithm.log_prob.unit, algorithm.log_prob.actions) != ("chunk", "mean"):
             raise ConfigError(
                 f"exploration.noise_over is 'chunk', algorithm.log_prob.unit {algorithm.log_prob.unit!r} and algorithm.log_prob.actions "
-                f"{algorithm.log_prob.actions!r}: one draw for a chunk has one likelihood; set them to 'chunk' and 'sum'"
+                f"{algorithm.log_prob.actions!r}: one draw for a chunk has one likelihood, which each of its actions carries; set them to "
+                "'chunk' and 'mean'"
             )
         if self.exploration.likelihood == "matching" and algorithm.log_prob.denoise_steps == "mean":
             raise ConfigError(
