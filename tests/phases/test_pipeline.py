@@ -1,6 +1,8 @@
 """A pipeline runs its phases in order, fills in its folder, and goes on where it stopped."""
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +48,24 @@ phases:
 """
 
 
-def test_collect_sft_eval_in_order_and_again_does_nothing_twice(tmp_path: Path) -> None:
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Whatever asks for a host that is not this one fails, and is listed."""
+    asked: list[object] = []
+    resolve = socket.getaddrinfo
+
+    def refuse(host: object, *arguments: Any, **more: Any) -> Any:
+        if host in (None, "", "localhost", "127.0.0.1", "::1", socket.gethostname()):
+            return resolve(host, *arguments, **more)  # pyright: ignore[reportArgumentType]
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_AGAIN, "no network in this test")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return asked
+
+
+def test_collect_sft_eval_in_order_and_again_does_nothing_twice(tmp_path: Path, no_network: list[object]) -> None:
+    """Nothing of it needs published weights, so nothing of it looks for a network (LeRobot #2566, #4131)."""
     recipe, run = tmp_path / "pipeline.yaml", tmp_path / "run"
     recipe.write_text(RECIPE.replace("RUN", str(run)))
     assert main(["run", str(recipe)]) == 0
@@ -58,6 +77,7 @@ def test_collect_sft_eval_in_order_and_again_does_nothing_twice(tmp_path: Path) 
     assert main(["run", str(recipe)]) == 0
     assert len(read_jsonl(run / "eval" / "episodes.jsonl")) == 2
     assert len(read_jsonl(run / "sft" / "metrics.jsonl")) == 3
+    assert no_network == []
 
 
 def test_run_dir_moves_the_whole_pipeline(tmp_path: Path) -> None:
