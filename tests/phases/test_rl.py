@@ -119,6 +119,14 @@ def test_two_and_two_steps_equal_four(straight: RlConfig, initial: Path, tmp_pat
     assert rows_of(config) == rows_of(straight)
 
 
+def test_a_run_that_is_over_can_be_made_longer(straight: RlConfig, initial: Path, tmp_path: Path) -> None:
+    config = rl_recipe(tmp_path / "run", initial, steps=2)
+    assert rl.run_rl(config) == 0
+    assert rl.run_rl(replace(config, steps=straight.steps)) == 0
+    assert same_weights(config, straight)
+    assert metrics_of(config) == metrics_of(straight)
+
+
 def test_pools_and_their_timing_change_nothing(straight: RlConfig, initial: Path, tmp_path: Path) -> None:
     config = rl_recipe(tmp_path / "run", initial, pool=PoolConfig(backend="process", workers=2), rollout_batch_size=4)
     assert rl.run_rl(config) == 0

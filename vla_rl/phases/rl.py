@@ -67,7 +67,7 @@ def run_rl(config: RlConfig, make_env: MakeEnv = make_env, make_trainer: MakeTra
         spans = open_span_log(rl.run.spans_file, role="driver")
         stack.callback(close_span_log)
         _train(rl, interrupt, log, progress, spans)
-    return 0 if rl.step == config.steps else INTERRUPTED
+    return 0 if rl.step >= config.steps else INTERRUPTED
 
 
 def _train(rl: _Run, interrupt: Interrupt, log: MetricLog, progress: UpdateProgress, spans: SpanLog) -> None:
@@ -160,7 +160,8 @@ def _measures_noise(rl: _Run) -> bool:
 
 def _prepare(config: RlConfig, make_env: MakeEnv, make_trainer: MakeTrainer, stack: ExitStack) -> _Run:
     """Everything up to the first step: the roles, connected by weights, and the last checkpoint if there is one."""
-    run = stack.enter_context(RunDirectory.open(config.run_dir, config))
+    longer = ("steps",)  # a finished run may go on: no rate depends on its length
+    run = stack.enter_context(RunDirectory.open(config.run_dir, config, longer))
     scenes = training_scenes(config)
     backend = stack.enter_context(closing(open_backend(config.cluster, run.path, run.spans_file, ROLES)))
     crew = Crew(config, backend, make_env, make_trainer, open_meeting(backend, stack))

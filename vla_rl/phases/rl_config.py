@@ -39,7 +39,7 @@ class RlConfig:
     max_steps: int | None = None
     """Control steps after which an episode has failed; none takes the suite's own limit. At least 1."""
     steps: int = 100
-    """RL steps (rollout and update); at least 1."""
+    """RL steps (rollout and update); at least 1. A run that is over goes on when it is started again with more."""
     seed: int = 0
     """Of scenes, new heads and the order of rows; 0 to 49."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
