@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def _decode_png(data: Path, samples: int) -> Read:
 
 
 def _decode_windows(data: Path) -> Read:
-    def endless() -> Any:
+    def endless() -> Iterator[np.ndarray]:
         for container in _videos(data):
             for frame in container.decode(video=0):
                 yield frame.to_ndarray(format="rgb24")
@@ -179,7 +179,7 @@ def _decode_windows(data: Path) -> Read:
 
 
 def _decode_single_pictures(data: Path) -> Read:
-    def endless() -> Any:
+    def endless() -> Iterator[np.ndarray]:
         for container in _videos(data):
             for number, group in enumerate(_groups(container)):
                 yield [frame for packet in (group if number % 2 else group[:1]) for frame in packet.decode()][-1].to_ndarray(format="rgb24")
@@ -188,7 +188,7 @@ def _decode_single_pictures(data: Path) -> Read:
     return lambda first, last: [next(stream) for _ in range(2 * (last - first))]
 
 
-def _videos(data: Path) -> Any:
+def _videos(data: Path) -> Iterator[Any]:
     """The opened files, round and round."""
     import av
 
@@ -199,7 +199,7 @@ def _videos(data: Path) -> Any:
                 yield container
 
 
-def _groups(container: Any) -> Any:
+def _groups(container: Any) -> Iterator[list[Any]]:
     """Lists of packets, each from a key picture to the one before the next; the last one of a file is left out."""
     group: list[Any] = []
     for packet in container.demux(video=0):
