@@ -109,9 +109,8 @@ class Session:
     def ended(self, episode: Episode, log: TakeLog) -> None:
         """A take is over: remember it for an undo, and have it written if it counts."""
         self._board.ended(log.env, episode)
-        given_up = self._writer.keeps(episode) and self._source.holds(
-            episode.spec
-        )  # it succeeded just when its scene's earlier take came back
+        # A take that succeeded just when its scene's earlier take came back is given up.
+        given_up = self._writer.keeps(episode) and self._source.holds(episode.spec)
         if given_up or not counts(episode):
             return
         logged = replace(episode, provenance={**episode.provenance, **_log_values(log)})
