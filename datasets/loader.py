@@ -1,7 +1,8 @@
 """Which episodes are trained on, and the endless shuffled stream of training batches: resumable, split by rank, read ahead.
 
 The stream is the permutation of epoch 0, then of epoch 1, ...; update u takes the next `global_batch_size` positions, so that
-every batch is full and every sample comes once per epoch. Rank r takes the r-th part of it. Which samples form update u
+every batch is full and every sample comes once per epoch (an episode's first picture `first_picture_repeats` times). Rank r
+takes the r-th part of it. Which samples form update u
 depends on (seed, u) and on nothing else: not on workers, ranks, or where a run was resumed.
 
 Shape legend: B batch (of one rank), X samples of the dataset.
@@ -36,6 +37,9 @@ class DataConfig:
     """Targets: `clean` is the expert's intention, `executed` what ran (with the noise of a noisy expert)."""
     human_weight: float = 1.0
     """Weight in the loss of samples at which an operator acted (corrections, teleoperation); others have weight 1. Above 0."""
+    first_picture_repeats: int = 1
+    """How often training gives out the first picture of each episode where it gives out any other once; at least 1. Only there nothing but
+    the prompt says where to go: every later state shows where the hand is already going, and to go on is easier to learn than to read."""
     only_success: bool = True
     """Leave out episodes that did not reach their goal."""
     validation_fraction: float = 0.1
@@ -54,6 +58,8 @@ class DataConfig:
             raise ValueError(f"validation_fraction is {self.validation_fraction}, must be 0 to 0.5")
         if not self.human_weight > 0:
             raise ValueError(f"human_weight is {self.human_weight}, must be above 0; 1 treats operators like everybody")
+        if self.first_picture_repeats < 1:
+            raise ValueError(f"first_picture_repeats is {self.first_picture_repeats}, must be at least 1; 1 treats all pictures alike")
         if not 0 <= self.workers <= 64:
             raise ValueError(f"workers is {self.workers}, must be 0 to 64")
         if self.cache_limit_gib <= 0:
@@ -94,6 +100,12 @@ def split_scenes(infos: Sequence[EpisodeInfo], fraction: float) -> tuple[list[Ep
     held_out = set(ranked[: math.ceil(fraction * len(ranked))])
     train = [info for info, scene in zip(infos, scenes) if scene not in held_out]
     return train, [info for info, scene in zip(infos, scenes) if scene in held_out]
+
+
+def epoch_samples(dataset: EpisodeDataset, first_picture_repeats: int) -> Int64:
+    """int64[X']: the samples of one epoch in order, those of the first pictures of episodes several times."""
+    repeats_X = np.where(dataset.sample_positions_X == 0, first_picture_repeats, 1)
+    return np.repeat(np.arange(len(dataset)), repeats_X)
 
 
 class BatchOrder:
@@ -138,17 +150,19 @@ class TrainLoader:
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
+        first_picture_repeats: int = 1,
     ) -> None:
         self.dataset = dataset
         self.update = 0
-        self._order = BatchOrder(len(dataset), global_batch_size, seed, rank, world_size)
-        self._updates = _Updates(dataset, self._order, chunk_length)
+        samples_X = epoch_samples(dataset, first_picture_repeats)
+        self._order = BatchOrder(len(samples_X), global_batch_size, seed, rank, world_size)
+        self._updates = _Updates(dataset, samples_X, self._order, chunk_length)
         self._workers = workers
         self._ahead: Iterator[SampleColumns] | None = None
 
     @property
     def epoch(self) -> float:
-        """How often every sample has been given out."""
+        """How many epochs have been given out."""
         return self.update * self._order.global_batch_size / self._order.num_samples
 
     def __iter__(self) -> Iterator[SampleBatch]:
@@ -197,11 +211,11 @@ class TrainLoader:
 class _Updates(Dataset[SampleColumns]):
     """Update number -> columns of this rank's batch; what worker processes hold."""
 
-    def __init__(self, dataset: EpisodeDataset, order: BatchOrder, chunk_length: int) -> None:
-        self._dataset, self._order, self._chunk_length = dataset, order, chunk_length
+    def __init__(self, dataset: EpisodeDataset, samples_X: Int64, order: BatchOrder, chunk_length: int) -> None:
+        self._dataset, self._samples_X, self._order, self._chunk_length = dataset, samples_X, order, chunk_length
 
     def __getitem__(self, update: int) -> SampleColumns:
-        return self._dataset.columns(self._order.indices(update), self._chunk_length, update)
+        return self._dataset.columns(self._samples_X[self._order.indices(update)], self._chunk_length, update)
 
 
 class _From(Sampler[int]):

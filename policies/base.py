@@ -226,5 +226,6 @@ class Policy(Protocol):
         ...
 
     def sft_loss(self, batch: Batch, noise_seeds: Sequence[int]) -> LossSums:
-        """The supervised loss; row b's noise and time come from `noise_seeds[b]` alone."""
+        """The supervised loss; row b's noise and time come from `noise_seeds[b]` alone. Policies that denoise take K seeds per row,
+        `noise_seeds[k B + b]`, and give the mean over the draws."""
         ...

@@ -95,20 +95,25 @@ class FlowPolicy(PolicyModule):
         )
 
     def sft_loss(self, batch: Batch, noise_seeds: Sequence[int]) -> LossSums:
-        """Squared error of the velocity over real dimensions of real actions, as sums.
+        """Squared error of the velocity over real dimensions of real actions, as sums; the mean over a row's K draws of noise and time.
 
-        count = sum over rows of weight * real actions * 7; metrics hold the parts of the loss, on the same count.
-        Training (`self.training`) augments its inputs; evaluation does not. Raises ValueError without actions in the batch.
+        All draws share one prefix: only the suffix pays for them. Draw k of row b has seed `noise_seeds[k B + b]`, and its time lies in
+        the k-th of K equal parts of the distribution. count = sum over rows of weight * real actions * 7; metrics hold the parts of the
+        loss, on the same count. Training (`self.training`) augments its inputs; evaluation does not. Raises ValueError without actions.
         """
         if batch.actions_BCA is None or batch.action_mask_BC is None:
             raise ValueError("sft_loss needs a batch with actions; give `preprocess` the actions")
-        numbers = self._noise(batch, noise_seeds)
-        time_B = self.flow.sample_time(numbers.uniform_B)
-        x_BCA = self.flow.path(batch.actions_BCA, numbers.noise_BCA, time_B)
-        seen = self.augment(batch, numbers.shift_BK) if self.training else batch
-        velocity_BCA = self.velocity(self.encode(seen), seen, x_BCA, time_B)
-        error_BCD = (velocity_BCA - self.flow.target(batch.actions_BCA, numbers.noise_BCA))[..., :ACTION_DIM].square()
-        return _loss_sums(error_BCD, batch.action_mask_BC, batch.weight_B)
+        draws = _draws_per_row(len(batch), noise_seeds)
+        numbers_K = [self._noise(batch, noise_seeds[k * len(batch) : (k + 1) * len(batch)]) for k in range(draws)]
+        seen = self.augment(batch, numbers_K[0].shift_BK) if self.training else batch
+        prefix = self.encode(seen)
+        errors_K: list[Tensor] = []
+        for k, numbers in enumerate(numbers_K):
+            time_B = self.flow.sample_time((numbers.uniform_B + k) / draws)
+            x_BCA = self.flow.path(batch.actions_BCA, numbers.noise_BCA, time_B)
+            velocity_BCA = self.velocity(prefix, seen, x_BCA, time_B)
+            errors_K.append((velocity_BCA - self.flow.target(batch.actions_BCA, numbers.noise_BCA))[..., :ACTION_DIM].square())
+        return _loss_sums(torch.stack(errors_K).mean(0), batch.action_mask_BC, batch.weight_B)
 
     def log_prob(self, batch: Batch, record: TransitionBatch, exploration: Exploration) -> ScoredTransitions:
         """See `Policy.log_prob`. One velocity per recorded transition, or per draw of the flow-matching loss, over one prefix."""
@@ -216,6 +221,13 @@ class FlowPolicy(PolicyModule):
             raise ValueError(f"{len(noise_seeds)} noise seeds for a batch of {len(batch)} rows; give one per row")
         shape = (self.config.chunk_length, self.config.model_action_dim)
         return row_noise(noise_seeds, shape, self.augment_numbers(), batch.state_BS.device)
+
+
+def _draws_per_row(rows: int, noise_seeds: Sequence[int]) -> int:
+    draws, rest = divmod(len(noise_seeds), rows)
+    if rest or not draws:
+        raise ValueError(f"{len(noise_seeds)} noise seeds for a batch of {rows} rows; give one per row, or the same number for each")
+    return draws
 
 
 def _loss_sums(error_BCD: Tensor, action_mask_BC: Tensor, weight_B: Tensor | None) -> LossSums:

@@ -121,6 +121,10 @@ class TokenPolicy(PolicyModule):
         """
         if batch.actions_BCA is None or batch.action_mask_BC is None:
             raise ValueError("sft_loss needs a batch with actions; give `preprocess` the actions")
+        if len(noise_seeds) != len(batch):
+            raise ValueError(
+                f"{len(noise_seeds)} noise seeds for a batch of {len(batch)} rows; token policies denoise nothing: give one per row"
+            )
         images = batch.images_BVCHW
         if self.training:
             images = random_shift(images, row_uniforms(noise_seeds, 2 * len(self.spec.views), self.device), self.config.shift_pixels)

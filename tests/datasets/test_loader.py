@@ -138,6 +138,7 @@ def test_failures_are_left_out_and_an_empty_rest_is_an_error(make_store: MakeSto
         ({}, "paths is empty"),
         ({"paths": ["a"], "validation_fraction": 0.7}, "validation_fraction is 0.7, must be 0 to 0.5"),
         ({"paths": ["a"], "workers": 2}, "cache is true and workers is 2"),
+        ({"paths": ["a"], "first_picture_repeats": 0}, "first_picture_repeats is 0, must be at least 1"),
         ({"paths": ["a"], "cache_limit_gib": 0}, "cache_limit_gib is 0"),
         ({"paths": ["a"], "labels": "noisy"}, "clean"),
         ({"paths": ["a"], "worker": 2}, "workers"),
@@ -146,3 +147,22 @@ def test_failures_are_left_out_and_an_empty_rest_is_an_error(make_store: MakeSto
 def test_bad_configurations_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(DataConfig, values, where="data")
+
+
+def test_first_pictures_come_as_often_as_asked_and_all_others_once(make_store: MakeStore) -> None:
+    """Three episodes: an epoch has each first picture five times; validation and the number of samples know nothing of it."""
+    dataset = EpisodeDataset(list_episodes([make_store(3).folder]))
+    loader = TrainLoader(dataset, 4, 1, seed=3, first_picture_repeats=5)
+    epoch = [index for [index] in orders(loader, len(dataset) + 3 * 4)]
+    counts = np.bincount(epoch, minlength=len(dataset))
+    assert loader.epoch == 1 and (counts == np.where(dataset.sample_positions_X == 0, 5, 1)).all()
+    assert (dataset.sample_positions_X == 0).sum() == 3
+    assert sum(len(batch.index_B) for batch in dataset.sequential(4, 4)) == len(dataset)
+
+
+def test_a_resume_with_other_repeats_is_refused(make_store: MakeStore) -> None:
+    """The order of samples would be another one."""
+    dataset = EpisodeDataset(list_episodes([make_store(2).folder]))
+    state = TrainLoader(dataset, 4, 8, seed=3).state_dict()
+    with pytest.raises(ValueError, match=rf"num_samples is {len(dataset) + 4}, the checkpoint has {len(dataset)}"):
+        TrainLoader(dataset, 4, 8, seed=3, first_picture_repeats=3).load_state_dict(state)

@@ -116,6 +116,31 @@ def test_micro_batches_sum_to_the_batch(policy: FlowPolicy, observe: Observe) ->
     assert sum(part.count for part in parts) == whole.count
 
 
+def test_several_draws_are_the_mean_over_strata_of_time(policy: FlowPolicy, observe: Observe) -> None:
+    """Three draws against three passes of their own, each with the time of its third of the distribution written out."""
+    randomize(policy.eval())
+    batch = training_batch(policy, observe, rows=2)
+    seeds = [11, 12, 21, 22, 31, 32]
+    errors = []
+    for draw in range(3):
+        shape = (policy.config.chunk_length, policy.config.model_action_dim)
+        numbers = row_noise(seeds[2 * draw : 2 * draw + 2], shape, policy.augment_numbers(), policy.device)
+        time_B = policy.flow.sample_time((draw + numbers.uniform_B) / 3)
+        x_BCA = policy.flow.path(batch.actions_BCA, numbers.noise_BCA, time_B)
+        velocity_BCA = policy.velocity(policy.encode(batch), batch, x_BCA, time_B)
+        error_BCD = (velocity_BCA - policy.flow.target(batch.actions_BCA, numbers.noise_BCA))[..., :ACTION_DIM].square()
+        errors.append(float((error_BCD * batch.action_mask_BC[..., None]).sum()))
+    sums = policy.sft_loss(batch, seeds)
+    assert float(sums.loss_sum) == pytest.approx(sum(errors) / 3, rel=1e-5)  # float32 sums in another order
+    assert float(sums.count) == float(policy.sft_loss(batch, seeds[:2]).count), "the divisor counts actions, not draws"
+    assert float(policy.sft_loss(batch, seeds[:2]).loss_sum) != pytest.approx(errors[0], rel=1e-3), "one draw has the whole range of times"
+
+
+def test_seeds_that_rows_cannot_share_are_refused(policy: FlowPolicy, observe: Observe) -> None:
+    with pytest.raises(ValueError, match="5 noise seeds for a batch of 2 rows"):
+        policy.sft_loss(training_batch(policy, observe, rows=2), range(5))
+
+
 def test_images_shift_in_training_only(tiny: Pi0Policy, observe: Observe) -> None:
     randomize(tiny)
     batch = training_batch(tiny, observe)

@@ -40,5 +40,12 @@ def open_cloning(config: RlConfig, policy: PolicyModule) -> CloningStream:
     if found != policy.spec.resolution:
         raise ConfigError(f"demonstrations has pictures of {found} px, the initial policy was made for {policy.spec.resolution} px")
     size = config.algorithm.cloning.global_batch_size
-    loader = TrainLoader(dataset, policy.spec.chunk_length, size, config.seed, workers=config.demonstrations.workers)
+    loader = TrainLoader(
+        dataset,
+        policy.spec.chunk_length,
+        size,
+        config.seed,
+        workers=config.demonstrations.workers,
+        first_picture_repeats=config.demonstrations.first_picture_repeats,
+    )
     return CloningStream(loader, config.seed)

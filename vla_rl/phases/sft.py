@@ -36,6 +36,7 @@ from vla_rl.phases.progress import UpdateProgress
 from vla_rl.policies.base import Batch, LossSums
 from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.factory import PolicyConfig, make_policy, policy_spec
+from vla_rl.policies.flow_policy import FlowPolicy
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.telemetry.files import read_jsonl
@@ -43,7 +44,7 @@ from vla_rl.telemetry.run_directory import RunDirectory
 from vla_rl.telemetry.spans import close_span_log, leaf_shares, open_span_log, span
 
 MicroBatch = tuple[Batch, list[int]]
-"""Model inputs and the noise seed of each row."""
+"""Model inputs and the noise seeds of the rows, draw after draw."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class SftConfig:
     """Samples of one update over all ranks; a multiple of the number of ranks."""
     micro_batch_size_per_rank: int = 64
     """Samples of one forward and backward pass of one rank; at least 1. Smaller needs less memory and gives the same gradient."""
+    noise_draws: int = 1
+    """Noises and flow times per sample and update, over one prefix; at least 1. More give a steadier gradient and cost passes of the action
+    expert only. Policies that denoise (pi0, pi0.5, groot); 1 for token policies."""
     validate_every: int = 200
     """Updates between two validation losses; 0 turns them off, as does data.validation_fraction 0."""
     validation_samples: int = 256
@@ -85,7 +89,7 @@ class SftConfig:
     """A progress bar with a time estimate on standard error."""
 
     def __post_init__(self) -> None:
-        least = {"seed": 0, "updates": 1, "global_batch_size": 1, "micro_batch_size_per_rank": 1, "validate_every": 0}
+        least = {"seed": 0, "updates": 1, "global_batch_size": 1, "micro_batch_size_per_rank": 1, "noise_draws": 1, "validate_every": 0}
         least |= {"validation_samples": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
@@ -179,13 +183,20 @@ def _prepare(config: SftConfig, stack: ExitStack) -> _Training:
     world.barrier()
     dataset, validation = open_datasets(config.data)
     policy = _make_policy(config, dataset, run, world)
+    if config.noise_draws > 1 and not isinstance(policy, FlowPolicy):
+        raise ConfigError(f"noise_draws is {config.noise_draws}, but a {policy.config.family!r} policy denoises nothing; set it to 1")
     engine = Engine(policy, config.engine, config.updates, world)
-    loader = TrainLoader(
-        dataset, policy.spec.chunk_length, config.global_batch_size, config.seed, world.rank, world.size, config.data.workers
-    )
+    loader = _make_loader(config, dataset, policy.spec.chunk_length, world)
     training = _Training(config, world, run, policy, engine, loader, validation if config.validate_every else None)
     _resume(training)
     return training
+
+
+def _make_loader(config: SftConfig, dataset: EpisodeDataset, chunk_length: int, world: World) -> TrainLoader:
+    data = config.data
+    return TrainLoader(
+        dataset, chunk_length, config.global_batch_size, config.seed, world.rank, world.size, data.workers, data.first_picture_repeats
+    )
 
 
 def _make_policy(config: SftConfig, dataset: EpisodeDataset, run: RunDirectory, world: World) -> PolicyModule:
@@ -226,12 +237,13 @@ def _save(training: _Training) -> int:
 
 
 def _micro_batches(training: _Training, samples: SampleBatch) -> list[MicroBatch]:
-    """This rank's samples as model inputs, each row with the noise seed of its place in the global batch."""
-    size = training.config.micro_batch_size_per_rank
-    first = training.world.rank * len(samples.observations)
-    seeds = noise_seeds(training.config.seed, f"update {samples.update}", range(first, first + len(samples.observations)))
-    starts = range(0, len(seeds), size)
-    return [(_inputs(training, samples, slice(start, start + size)), seeds[start : start + size]) for start in starts]
+    """This rank's samples as model inputs, each row with the noise seeds of its place in the global batch."""
+    config, rows = training.config, len(samples.observations)
+    places = range(training.world.rank * rows, (training.world.rank + 1) * rows)
+    streams = [f"update {samples.update}"] + [f"update {samples.update} draw {draw}" for draw in range(1, config.noise_draws)]
+    seeds_K = [noise_seeds(config.seed, stream, places) for stream in streams]
+    parts = [slice(start, start + config.micro_batch_size_per_rank) for start in range(0, rows, config.micro_batch_size_per_rank)]
+    return [(_inputs(training, samples, part), [seed for seeds in seeds_K for seed in seeds[part]]) for part in parts]
 
 
 def _inputs(training: _Training, samples: SampleBatch, rows: slice) -> Batch:
