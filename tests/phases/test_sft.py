@@ -19,7 +19,7 @@ from reach_data import record_reach
 from safetensors.torch import load_file
 
 from vla_rl.config import ConfigError, to_plain
-from vla_rl.datasets.loader import DataConfig
+from vla_rl.datasets.loader import DataConfig, open_datasets
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import EngineError
 from vla_rl.phases import sft
@@ -144,6 +144,18 @@ def test_the_cut_into_micro_batches_does_not_matter(recipe: SftConfig, straight:
     assert losses(recipe, "validation_loss") == pytest.approx(losses(straight, "validation_loss"), abs=SUM_ORDER)
 
 
+def test_draws_and_first_pictures_reach_the_updates(recipe: SftConfig, straight: SftConfig, tmp_path: Path) -> None:
+    """Cut into other micro-batches it is the same run; an epoch is longer by the repeats; other noise gives another loss."""
+    more = replace(recipe, noise_draws=3, data=replace(recipe.data, first_picture_repeats=4))
+    cut = replace(more, run_dir=str(tmp_path / "cut"), micro_batch_size_per_rank=5)
+    assert run_sft(more) == run_sft(cut) == 0
+    assert losses(more) == pytest.approx(losses(cut), abs=SUM_ORDER)
+    dataset, _ = open_datasets(recipe.data)
+    assert losses(more, "epoch")[8] == pytest.approx(16 * 8 / (len(dataset) + 3 * len(dataset.infos)))
+    assert losses(straight, "epoch")[8] == pytest.approx(16 * 8 / len(dataset))
+    assert losses(replace(more, run_dir=straight.run_dir))[1] != pytest.approx(losses(more)[1], rel=1e-2)
+
+
 @pytest.mark.slow
 def test_two_ranks_under_torchrun_give_the_losses_of_one(recipe: SftConfig, straight: SftConfig, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
@@ -219,6 +231,7 @@ def test_another_recipe_in_the_same_directory_is_refused(recipe: SftConfig) -> N
     [
         ({"updates": 0}, "updates is 0; it must be at least 1"),
         ({"micro_batch_size_per_rank": 0}, "micro_batch_size_per_rank is 0"),
+        ({"noise_draws": 0}, "noise_draws is 0; it must be at least 1"),
         ({"evaluation": EvaluationConfig(every=6)}, "evaluation.every is 6 and checkpoint_every 4"),
     ],
 )

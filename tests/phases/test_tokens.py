@@ -113,6 +113,12 @@ def test_fast_tokens_are_trained_once_and_travel_with_the_policy(reach_demonstra
     assert saved_weights_of(again) == saved_weights_of(sft)
 
 
+def test_draws_of_noise_that_a_token_policy_has_not_are_refused(reach_demonstrations_32: Path, tmp_path: Path) -> None:
+    sft = SftConfig(str(tmp_path / "sft"), DataConfig((str(reach_demonstrations_32),)), FAST, noise_draws=2)
+    with pytest.raises(ConfigError, match="noise_draws is 2, but a 'tokens' policy denoises nothing; set it to 1"):
+        run_sft(sft)
+
+
 def saved_weights_of(config: SftConfig) -> bytes:
     return (Path(config.run_dir) / "checkpoints" / "last" / "policy" / "model.safetensors").read_bytes()
 
