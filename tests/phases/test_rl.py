@@ -32,6 +32,7 @@ from vla_rl.phases.rl_heads import with_heads
 from vla_rl.phases.rl_update import Learner
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.sim.libero.egl import renderer_name
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_json, read_jsonl
 from vla_rl.telemetry.spans import leaf_shares
@@ -98,6 +99,7 @@ def test_every_episode_leaves_a_row(straight: RlConfig) -> None:
         assert row["weights_version"] == row["step"] - 1 and row["return"] == float(row["success"])
         assert row["outcome"] == ("success" if row["success"] else "failure") and 1 <= row["steps"] <= 10
         assert row["init_hash"] and row["instruction"].startswith("reach the ")
+        assert row["renderer"] == renderer_name(), "what drew the pictures is on record"
     for step, metrics in enumerate(metrics_of(straight), start=1):
         assert metrics["success"] == sum(row["success"] for row in rows if row["step"] == step) / 4
 

@@ -2,8 +2,9 @@
 
 What an accelerator would compute is a wait of a fixed length, which leaves the CPU alone: the machine has none. All else is real.
 
-Rollouts: Reach in env processes, a policy whose forward is a wait, through the actor and the loop that every phase uses. Limit: as many
-episodes at once as there are env processes (and cores), each as long as its resets, chunks and forwards take with one env process.
+Rollouts: LIBERO, and Reach, in env processes, a policy whose forward is a wait, through the actor and the loop that every phase uses.
+Limit: as many episodes at once as there are env processes (and cores), each as long as its resets, chunks and forwards take with one env
+process. A chunk of Reach takes a fifth of a forward, so that two env processes have to ask at the same moment: a measure of the hand-over.
 
 RL steps: the update is a wait; episodes of Reach by the tiny pi0 on a rollout worker of the process backend, parcels, weights through
 shared memory. The two schedules take turns. Limit: rollout + update where they take turns, the longer of both where they overlap.
@@ -53,6 +54,8 @@ STEPS = 8
 """RL steps of one run; the first fills the pipeline and the last writes a checkpoint, so both are left out."""
 RESOLUTION = 64
 CHUNK = 8
+ENVS = {"libero": ("libero_object", EnvConfig()), "reach": ("reach", EnvConfig(kind="reach", resolution=RESOLUTION))}
+"""By name: suite and env of the rollouts."""
 WORKERS = (1, 2)
 EPISODE_STEPS = 160
 """Control steps of an episode of the rollouts: standing still, none succeeds."""
@@ -63,9 +66,8 @@ EPISODES_EACH = 6
 class EmulatedPolicy:
     """Waits as long as an accelerator would compute a batch, and stands still."""
 
-    spec = PolicySpec(CHUNK, CHUNK, resolution=RESOLUTION)
-
-    def __init__(self, forward_s: float) -> None:
+    def __init__(self, forward_s: float, resolution: int) -> None:
+        self.spec = PolicySpec(CHUNK, CHUNK, resolution=resolution)
         self._forward_s = forward_s
 
     def preprocess(self, observations: Sequence[Observation]) -> Tensor:
@@ -104,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--forward-s", type=float, default=0.01, help="length of the policy's emulated forward (s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rates = _rollout_rows(options.rounds, options.forward_s)
+    rates = [row for env in ENVS for row in _rollout_rows(env, options.rounds, options.forward_s)]
     runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
@@ -120,27 +122,28 @@ def main(arguments: Sequence[str]) -> int:
     return finish("overlap", fraction, BAR_LIMIT, fraction, rows, options)
 
 
-def _rollout_rows(rounds: int, forward_s: float) -> list[dict[str, Any]]:
+def _rollout_rows(env: str, rounds: int, forward_s: float) -> list[dict[str, Any]]:
     """Control steps per second with 1 and 2 env processes, in fresh processes that take turns."""
-    runs = measure_in_turns("vla_rl.bench.overlap", [str(workers) for workers in WORKERS], rounds, str(forward_s))
+    runs = measure_in_turns("vla_rl.bench.overlap", [str(workers) for workers in WORKERS], rounds, env, str(forward_s))
     alone_s = [run["episode_s"] for run in runs[str(WORKERS[0])]]
     rows: list[dict[str, Any]] = []
     for workers in WORKERS:
         at_once = min(workers, len(os.sched_getaffinity(0)))
         rates = [run["steps_per_s"] for run in runs[str(workers)]]
         fractions = [rate * one_s / (at_once * EPISODE_STEPS) for rate, one_s in zip(rates, alone_s)]
-        rows.append({"env_processes": workers, "steps_per_s": spread(rates), "fraction_of_limit": spread(fractions)})
+        rows.append({"env": env, "env_processes": workers, "steps_per_s": spread(rates), "fraction_of_limit": spread(fractions)})
         print(rows[-1], flush=True)
     return rows
 
 
-def measure(workers: int, forward_s: float) -> dict[str, float]:
+def measure(workers: int, env: str, forward_s: float) -> dict[str, float]:
     """Rollouts in this process. Keys: `steps_per_s`, and `episode_s`, what an episode's reset, chunks and forwards take by themselves."""
+    suite, env_config = ENVS[env]
     protocol = StepProtocol(max_steps=EPISODE_STEPS)
-    specs = [EpisodeSpec("reach", 0, f"sampled:{1_000_000 + n}", "train", protocol) for n in range(workers * (1 + EPISODES_EACH))]
-    actor = PolicyActor(EmulatedPolicy(forward_s), workers)
+    specs = [EpisodeSpec(suite, 0, f"sampled:{1_000_000 + n}", "train", protocol) for n in range(workers * (1 + EPISODES_EACH))]
+    actor = PolicyActor(EmulatedPolicy(forward_s, env_config.resolution), workers)
     look = look_of(actor.needs)
-    with closing(make_pool(PoolConfig(workers=workers), EnvConfig(kind="reach", resolution=RESOLUTION))) as pool, closing(actor):
+    with closing(make_pool(PoolConfig(workers=workers), env_config)) as pool, closing(actor):
         episodes = run_episodes(pool, actor, ListSource(specs), lambda spec: look)
         for _ in range(workers):  # they warm up
             next(episodes)
@@ -195,5 +198,5 @@ def _recipe(folder: Path, number: int, staleness: int, episodes: int) -> RlConfi
 
 
 if __name__ == "__main__":
-    # Only `main` starts this, in fresh processes: measure WORKERS FORWARD_S.
-    print(json.dumps(measure(int(sys.argv[2]), float(sys.argv[3]))))
+    # Only `main` starts this, in fresh processes: measure WORKERS ENV FORWARD_S.
+    print(json.dumps(measure(int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))))

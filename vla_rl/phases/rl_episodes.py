@@ -17,15 +17,16 @@ CONDITION = "rollout"
 
 
 def rollout_row(episode: Episode, earned: Sequence[Float32], step: int) -> dict[str, Any]:
-    """The row of an evaluation (`EpisodeRow`) and, beside it, `step` (the RL step, from 1), `return` and `weights_version`.
+    """The row of an evaluation (`EpisodeRow`) and, beside it, `step` (the RL step, from 1), `return`, `weights_version` and `renderer`.
 
     `earned` holds the rewards of each chunk; `return` is their plain sum. `weights_version` is that of the weights that acted, and is
-    null for a crash, of which nothing is left.
+    null for a crash, of which nothing is left. `renderer` is the GL renderer that drew the episode's pictures.
     """
     versions = {chunk.proposed.weights_version for chunk in episode.steps}
     assert len(versions) <= 1, "an episode is made by one version of the weights"
     total = float(sum(float(part.sum()) for part in earned))
-    return asdict(row_of(episode, CONDITION)) | {"step": step, "return": total, "weights_version": next(iter(versions), None)}
+    told = {"step": step, "return": total, "weights_version": next(iter(versions), None), "renderer": episode.provenance.get("renderer")}
+    return asdict(row_of(episode, CONDITION)) | told
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

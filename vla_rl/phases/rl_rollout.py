@@ -62,11 +62,14 @@ class Rollout:
             parcel.release()
 
 
-def without_arrays(episode: Episode) -> Episode:
-    """The episode with all that a driver needs (spec, outcome, actions, values, versions, times) and without pictures and records."""
+def without_arrays(episode: Episode, renderer: str | None = None) -> Episode:
+    """The episode with all that a driver needs (spec, outcome, actions, values, versions, times) and without pictures and records.
+
+    `renderer` is what drew the pictures, on whichever machine that was.
+    """
     told = {name: episode.provenance[name] for name in ("reset_s", "earlier_faults", "initial_state_sha256") if name in episode.provenance}
     steps = [_small_step(step) for step in episode.steps]
-    return replace(episode, steps=steps, final_observation=None, provenance=told)
+    return replace(episode, steps=steps, final_observation=None, provenance=told | {"renderer": renderer})
 
 
 def _small_step(step: ChunkStep) -> ChunkStep:

@@ -114,7 +114,7 @@ class RolloutWorker:
             raise IndexError(f"worker {self._index} was asked for an episode, and none is dealt")
         with span("rewards"):
             earned: list[Float32] = episode_rewards(episode, self._config.algorithm.reward)
-        return Sealed((without_arrays(episode), earned), episode)
+        return Sealed((without_arrays(episode, self._pool.spec.provenance.get("renderer")), earned), episode)
 
     def finish(self, unfinished: Sequence[Parcel]) -> Work:
         """The rollout is over: the critic's value after the last action of each of these episodes, and what the policy did."""
