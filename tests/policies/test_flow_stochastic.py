@@ -309,3 +309,10 @@ def test_contradictions_are_refused():
             Exploration("flow_noise"),
             REAL,
         )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 0.009, 101.0, float("nan")])
+def test_temperatures_that_logits_cannot_be_divided_by_are_refused(temperature: float) -> None:
+    """At 1e-40 float32 logits overflow, and every log-probability was NaN."""
+    with pytest.raises(UserError, match=r"exploration.temperature is .*; allowed: 0.01 to 100"):
+        Exploration(method="tokens", temperature=temperature)
