@@ -79,7 +79,7 @@ class Exploration:
     def __post_init__(self) -> None:
         for name in ("temperature", "reasoning_temperature"):
             if not 0.01 <= getattr(self, name) <= 100:  # float32 logits divided by less overflow, and their differences are no numbers
-                raise UserError(f"exploration.{name} is {getattr(self, name)}; allowed: 0.01 to 100 (evaluation takes the likeliest tokens)")
+                raise UserError(f"exploration.{name} is {getattr(self, name)}; allowed: 0.01 to 100 (evaluation takes the likeliest)")
         if self.likelihood == "matching" and self.method != "flow_sde":
             raise UserError(f"exploration.likelihood is 'matching' and exploration.method {self.method!r}; it belongs to 'flow_sde'")
         if self.matching_draws < 1:
