@@ -76,7 +76,7 @@ class ResetReply:
     provenance: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """JSON values of this scene: fixture poses, sha256 of the initial state, number of placement retries."""
     timing: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Seconds: `reset`, `settle`, `physics`, `render`."""
+    """Seconds: `reset`, the whole of it; parts of that are `settle` (the settle steps), `physics` and `render`."""
 
 
 @dataclass

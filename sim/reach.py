@@ -61,6 +61,7 @@ class ReachEnv:
         layout = sample_layout(spec)
         put_up(self._model, self._data, layout)
         self._episode = _Episode(self._model, self._data, self._renderer, spec, look, layout)
+        placed = time.perf_counter()
         for _ in range(spec.protocol.settle_steps):
             self._episode.advance(np.asarray(spec.protocol.settle_action))
         settled = time.perf_counter()
@@ -77,7 +78,7 @@ class ReachEnv:
                 "initial_state": state.tolist(),
                 "initial_state_sha256": hashlib.sha256(state.tobytes()).hexdigest(),
             },
-            timing={"reset": rendered - started, "settle": settled - started, "physics": settled - started, "render": rendered - settled},
+            timing={"reset": rendered - started, "settle": settled - placed, "physics": settled - placed, "render": rendered - settled},
         )
 
     def step_chunk(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> ChunkReply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -53,10 +54,12 @@ class LiberoEnv:
 
         Raises SpecError for a spec that this env cannot run, SceneError if its objects cannot be placed.
         """
+        began = time.perf_counter()
         self._run = None
         egl.context()  # another renderer of this process may have taken over
         parts = self._parts_of(spec)
         self._run, reply = self._run_module.start(parts, self.config, spec, look)
+        reply.timing = {"reset": time.perf_counter() - began, **reply.timing}
         return reply
 
     def step_chunk(self, actions_CA: np.ndarray, views: tuple[str, ...] | None = None) -> ChunkReply:

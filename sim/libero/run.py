@@ -44,8 +44,7 @@ def build(task: tasks.Task, config: EnvConfig) -> Parts:
 
 
 def start(parts: Parts, config: EnvConfig, spec: EpisodeSpec, look: Look) -> tuple[EpisodeRun, ResetReply]:
-    """Put the scene of `spec` up, settle it, and observe it for the first time."""
-    began = time.perf_counter()
+    """Put the scene of `spec` up, settle it, and observe it for the first time; the reply's timing has the parts, not the whole."""
     run = EpisodeRun(parts, config, spec, look)
     restarted = restart(parts.scene, spec)
     run.begin()
@@ -60,7 +59,7 @@ def start(parts: Parts, config: EnvConfig, spec: EpisodeSpec, look: Look) -> tup
         "placement_retries": restarted.retries,
     }
     observation = run.observation(look.views)
-    timing = {"reset": placed - began, "settle": settled - placed, "physics": run.physics_s, "render": run.render_s}
+    timing = {"settle": settled - placed, "physics": run.physics_s, "render": run.render_s}
     return run, ResetReply(0, spec, observation, provenance, timing)
 
 

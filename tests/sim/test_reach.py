@@ -120,6 +120,12 @@ def test_chunks_change_nothing_but_when_somebody_looks(env: Env) -> None:
         require_same(getattr(whole, name), np.concatenate([getattr(reply, name) for reply in single]))
 
 
+def test_a_reset_says_how_long_all_of_it_took(env: Env) -> None:
+    timing = env.reset(spec(3), Look(VIEWS)).timing
+    assert list(timing) == ["reset", "settle", "physics", "render"]
+    assert 0 < timing["settle"] + timing["render"] < timing["reset"]
+
+
 def test_recorded_states_begin_with_the_provenance(env: Env) -> None:
     reset = env.reset(spec(3), Look(record_states=True))
     reply = env.step_chunk(actions(2))

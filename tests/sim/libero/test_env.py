@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -32,6 +33,16 @@ def test_only_what_is_looked_at_is_rendered(env: LiberoEnv) -> None:
     assert not reply.observation.privileged
     chunk = env.step_chunk(np.repeat(STILL, 2, 0))
     assert set(chunk.observation.images) == {VIEW_WRIST} and not chunk.frames and chunk.sim_states_ED is None
+
+
+def test_a_reset_says_how_long_all_of_it_took(env: LiberoEnv) -> None:
+    """`reset` left out the settle steps and the first pictures, most of it, so that RL's verdict saw too little of it."""
+    began = time.perf_counter()
+    timing = env.reset(OBJECT, Look(views=VIEWS)).timing
+    whole = time.perf_counter() - began
+    assert list(timing) == ["reset", "settle", "physics", "render"]
+    assert 0 < timing["settle"] + timing["render"] < timing["reset"] <= whole
+    assert timing["physics"] <= timing["settle"], "nothing else advances the physics"
 
 
 def test_frames_are_before_their_action(env: LiberoEnv) -> None:
