@@ -58,7 +58,7 @@ CHUNK = 8
 ENVS = {"libero": ("libero_object", EnvConfig()), "reach": ("reach", EnvConfig(kind="reach", resolution=RESOLUTION))}
 """By name: suite and env of the rollouts."""
 HAND_OVER = "reach"
-"""Measured without a bar: no VLA acts on an env whose chunks are five times as fast as its forward."""
+"""Measured without a bar: where a chunk is five times as fast as a forward, what is lost is the wait for each other."""
 WORKERS = (1, 2)
 EPISODE_STEPS = 160
 """Control steps of an episode of the rollouts: standing still, none succeeds."""
