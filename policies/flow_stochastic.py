@@ -72,14 +72,14 @@ class Exploration:
     std_max: float = 0.16
     """Largest learned standard deviation of `flow_noise`; at least `std_min`."""
     temperature: float = 1.0
-    """Of action tokens, in sampling and in every log-probability (SimpleVLA-RL trains at 1.6); 0.01 to 100."""
+    """Of action tokens, in sampling and in every log-probability (SimpleVLA-RL trains at 1.6); 0.0001 to 100."""
     reasoning_temperature: float = 1.0
-    """Of the reasoning's tokens, likewise; 0.01 to 100."""
+    """Of the reasoning's tokens, likewise; 0.0001 to 100."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "reasoning_temperature"):
-            if not 0.01 <= getattr(self, name) <= 100:  # float32 logits divided by less overflow, and their differences are no numbers
-                raise UserError(f"exploration.{name} is {getattr(self, name)}; allowed: 0.01 to 100 (evaluation takes the likeliest)")
+            if not 1e-4 <= getattr(self, name) <= 100:  # float32 logits divided by far less overflow, and their differences are no numbers
+                raise UserError(f"exploration.{name} is {getattr(self, name)}; allowed: 0.0001 to 100 (evaluation takes the likeliest)")
         if self.likelihood == "matching" and self.method != "flow_sde":
             raise UserError(f"exploration.likelihood is 'matching' and exploration.method {self.method!r}; it belongs to 'flow_sde'")
         if self.matching_draws < 1:

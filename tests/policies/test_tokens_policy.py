@@ -297,6 +297,6 @@ def test_a_saved_policy_writes_bit_for_bit_as_before(config: TokenConfig, statis
 def test_the_smallest_temperature_gives_numbers() -> None:
     """Its distribution is all but certain: log-probability 0 for the likeliest token, a finite one for all others, entropy 0."""
     logits_BNW = torch.tensor([[[-40.0, 0.0, 40.0]]])
-    for token, expected in ((2, 0.0), (1, -4000.0), (0, -8000.0)):
-        log_prob_BN, entropy_BN = token_log_prob(logits_BNW, torch.tensor([[token]]), 0.01)
+    for token, expected in ((2, 0.0), (1, -4e5), (0, -8e5)):
+        log_prob_BN, entropy_BN = token_log_prob(logits_BNW, torch.tensor([[token]]), 1e-4)
         assert log_prob_BN.item() == pytest.approx(expected) and entropy_BN.item() == 0
