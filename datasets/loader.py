@@ -2,8 +2,8 @@
 
 The stream is the permutation of epoch 0, then of epoch 1, ...; update u takes the next `global_batch_size` positions, so that
 every batch is full and every sample comes once per epoch (an episode's first picture `first_picture_repeats` times). Rank r
-takes the r-th part of it. Which samples form update u
-depends on (seed, u) and on nothing else: not on workers, ranks, or where a run was resumed.
+takes the r-th part of it. Which samples form update u depends on (seed, u) and on nothing else: not on workers, ranks, or where a
+run was resumed.
 
 Shape legend: B batch (of one rank), X samples of the dataset.
 """
@@ -39,7 +39,8 @@ class DataConfig:
     """Weight in the loss of samples at which an operator acted (corrections, teleoperation); others have weight 1. Above 0."""
     first_picture_repeats: int = 1
     """How often training gives out the first picture of each episode where it gives out any other once; at least 1. Only there nothing but
-    the prompt says where to go: every later state shows where the hand is already going, and to go on is easier to learn than to read."""
+    the prompt says where to go: every later state shows where the hand is already going, and to go on is easier to learn than to read.
+    Where an operator corrected a policy, only the operator's steps are samples, so a first picture counts if it was theirs."""
     only_success: bool = True
     """Leave out episodes that did not reach their goal."""
     validation_fraction: float = 0.1

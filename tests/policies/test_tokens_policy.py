@@ -294,6 +294,13 @@ def test_a_saved_policy_writes_bit_for_bit_as_before(config: TokenConfig, statis
     assert torch.equal(ours.tokens_BT, theirs.tokens_BT) and torch.equal(ours.actions_BCA, theirs.actions_BCA)
 
 
+def test_a_policy_that_denoises_nothing_takes_one_seed_per_row(statistics: Statistics, observe: Observe) -> None:
+    policy = make_tokens(PARALLEL, statistics)
+    batch = policy.preprocess(observe(2, RESOLUTION), actions_of(2, PARALLEL), np.ones((2, PARALLEL.chunk_length), bool))
+    with pytest.raises(ValueError, match="4 noise seeds for a batch of 2 rows; token policies denoise nothing"):
+        policy.sft_loss(batch, range(4))
+
+
 def test_the_smallest_temperature_gives_numbers() -> None:
     """Its distribution is all but certain: log-probability 0 for the likeliest token, a finite one for all others, entropy 0."""
     logits_BNW = torch.tensor([[[-40.0, 0.0, 40.0]]])

@@ -4,7 +4,7 @@ What an accelerator would compute is a wait of a fixed length, which leaves the 
 
 Rollouts: LIBERO, and Reach, in env processes, a policy whose forward is a wait, through the actor and the loop that every phase uses.
 Limit: as many episodes at once as there are env processes (and cores), each as long as its resets, chunks and forwards take with one env
-process. A chunk of Reach takes a fifth of a forward, so that two env processes have to ask at the same moment: the hand-over itself, which
+process. A chunk of Reach takes a tenth of a forward, so that two env processes have to ask at the same moment: the hand-over itself, which
 is measured and not bound to the bar.
 
 RL steps: the update is a wait; episodes of Reach by the tiny pi0 on a rollout worker of the process backend, parcels, weights through
@@ -58,7 +58,7 @@ CHUNK = 8
 ENVS = {"libero": ("libero_object", EnvConfig()), "reach": ("reach", EnvConfig(kind="reach", resolution=RESOLUTION))}
 """By name: suite and env of the rollouts."""
 HAND_OVER = "reach"
-"""Measured without a bar: where a chunk is five times as fast as a forward, what is lost is the wait for each other."""
+"""Measured without a bar: where a chunk is ten times as fast as a forward, what is lost is the wait for each other."""
 WORKERS = (1, 2)
 EPISODE_STEPS = 160
 """Control steps of an episode of the rollouts: standing still, none succeeds."""
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     fraction = min(row["fraction_of_limit"]["median"] for row in bound)
     hand_over = min(row["fraction_of_limit"]["median"] for row in rates if row["env"] == HAND_OVER)
     print(f"emulated accelerator: a step takes {faster:.2f} times as long without overlap; {fraction:.0%} of the limit", flush=True)
-    print(f"env processes whose chunks take a fifth of a forward: {hand_over:.0%} (no bar)", flush=True)
+    print(f"env processes of Reach, whose chunks are far shorter than a forward: {hand_over:.0%} (no bar)", flush=True)
     rows = [*rates, *steps, {"accelerator": "emulated", "synchronous_over_overlapped": faster}]
     return finish("overlap", fraction, BAR_LIMIT, fraction, rows, options)
 
