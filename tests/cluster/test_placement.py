@@ -57,6 +57,11 @@ def test_every_role_has_one_seat_and_no_node_is_left_out(ranks: int, workers: in
         ({"cpus_per_role": 0.0}, "cluster.cpus_per_role is 0.0; allowed: above 0"),
         ({"torch_threads": 0}, "cluster.torch_threads is 0"),
         ({"gpus_per_node": -1}, "cluster.gpus_per_node is -1"),
+        (
+            {"backend": "ray", "ray_address": "ray://head:10001"},
+            "cluster.ray_address is 'ray://head:10001'; allowed: HOST:PORT, `auto`, or none",
+        ),
+        ({"backend": "ray", "ray_address": "head"}, "cluster.ray_address is 'head'; allowed: HOST:PORT"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, object], said: str) -> None:

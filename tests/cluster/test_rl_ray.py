@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,7 +20,8 @@ from small_roles import Echo
 
 from vla_rl.cluster.config import ClusterConfig
 from vla_rl.cluster.errors import RoleHung, RoleLost
-from vla_rl.cluster.ray_backend import RayBackend, RayParcel
+from vla_rl.cluster.liveness import Counts
+from vla_rl.cluster.ray_backend import RayBackend, RayMember, RayParcel
 from vla_rl.config import ConfigError
 from vla_rl.phases import rl
 from vla_rl.phases.rl_collect import Collector
@@ -66,32 +69,41 @@ def test_two_nodes_give_the_bits_of_one_process_also_when_a_worker_is_killed(
 
 @pytest.mark.faults
 def test_a_lost_actor_is_a_typed_error(two_nodes: Cluster) -> None:
-    backend = RayBackend(ClusterConfig(backend="ray", torch_threads=1), None)
-    member = backend.start("trainer", 0, Echo, "hello")
-    assert member.call("greet", "Ada").result() == "hello, Ada"
-    with pytest.raises(ConfigError, match="this was asked for"):
-        member.call("fail").result()
-    assert backend.loss_of(member) is None
-    with pytest.raises(RoleLost, match=r"trainer 0 on .* \(node .*\(log: .*worker-.*was lost") as caught:
-        member.call("shout").result()
-    assert caught.value.name.rank == 0 and Path(caught.value.name.log).exists()
-    assert backend.loss_of(member) is not None
-    backend.close()
+    with closing(RayBackend(ClusterConfig(backend="ray", torch_threads=1), None)) as backend:
+        member = backend.start("trainer", 0, Echo, "hello")
+        assert member.call("greet", "Ada").result() == "hello, Ada"
+        with pytest.raises(ConfigError, match="this was asked for"):
+            member.call("fail").result()
+        assert backend.loss_of(member) is None
+        with pytest.raises(RoleLost, match=r"trainer 0 on .* \(node .*\(log: .*worker-.*was lost") as caught:
+            member.call("shout").result()
+        assert caught.value.name.rank == 0 and Path(caught.value.name.log).exists()
+        assert backend.loss_of(member) is not None
 
 
 @pytest.mark.faults
 def test_a_stopped_actor_is_a_typed_error_and_its_place_is_free_again(two_nodes: Cluster) -> None:
-    backend = RayBackend(ClusterConfig(backend="ray", torch_threads=1, heartbeat_deadline_s=15.0), None)
-    member = backend.start("worker", 0, Echo, "hello")
-    process = psutil.Process(member.call("process").result())
-    process.suspend()
-    with pytest.raises(RoleHung, match=r"worker 0 on .* \(node .*\(log: .*worker-.*no sign of life for 1\d s"):
-        member.call("greet", "Ada").result()
-    again = backend.start("worker", 0, Echo, "hello again")
-    assert again.call("greet", "Ada").result() == "hello again, Ada"
-    gone, _ = psutil.wait_procs([process], timeout=60)
-    assert gone == [process]
-    backend.close()
+    with closing(RayBackend(ClusterConfig(backend="ray", torch_threads=1, heartbeat_deadline_s=15.0), None)) as backend:
+        member = backend.start("worker", 0, Echo, "hello")
+        process = psutil.Process(member.call("process").result())
+        process.suspend()
+        with pytest.raises(RoleHung, match=r"worker 0 on .* \(node .*\(log: .*worker-.*no sign of life for 1\d s"):
+            member.call("greet", "Ada").result()
+        again = backend.start("worker", 0, Echo, "hello again")
+        assert again.call("greet", "Ada").result() == "hello again, Ada"
+        gone, _ = psutil.wait_procs([process], timeout=60)
+        assert gone == [process]
+
+
+def test_an_actor_that_answered_is_up_also_before_its_first_beat(two_nodes: Cluster) -> None:
+    """One that stops right after its first answer was never missed: the watch took it for one that still starts."""
+    with closing(RayBackend(ClusterConfig(backend="ray", torch_threads=1), None)) as backend:
+        actor = backend.start("worker", 0, Echo, "hello").actor
+        never = ray.remote(num_cpus=1000)(lambda: 0).remote()  # no machine is that large
+        without_beats = SimpleNamespace(make=actor.make, where=actor.where, pulse=SimpleNamespace(remote=lambda: never))
+        member = RayMember("worker", 0, without_beats, Echo, ("hello",))
+        member.ready.result()
+        assert [member.counts(), member.counts()] == [Counts(1, 0), Counts(1, 0)]
 
 
 def test_a_cluster_that_is_too_small_says_so(two_nodes: Cluster) -> None:

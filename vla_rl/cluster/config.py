@@ -36,7 +36,7 @@ class ClusterConfig:
     """Seconds that a role which was asked for something may take for a single operation (a batch of the policy, a micro-batch, a
     checkpoint, the start of its envs) before it counts as dead-locked and is killed; at least 3 (`process` and `ray`)."""
     ray_address: str | None = None
-    """Address of a running Ray cluster (`auto` finds it); none starts Ray on this machine for the time of the run."""
+    """HOST:PORT of a running Ray cluster (`auto` finds the one that runs on this machine); none starts Ray here for the time of the run."""
 
     def __post_init__(self) -> None:
         for name in ("rollout_workers", "trainer_ranks", "nodes"):
@@ -65,6 +65,9 @@ class ClusterConfig:
                 f"cluster.nodes is {self.nodes} and cluster.ray_address {self.ray_address!r}: both belong to backend 'ray', not "
                 f"{self.backend!r}"
             )
+        host, _, port = (self.ray_address or "auto").rpartition(":")
+        if self.ray_address not in (None, "auto") and ("/" in host or not host or not port.isdecimal()):
+            raise ConfigError(f"cluster.ray_address is {self.ray_address!r}; allowed: HOST:PORT, `auto`, or none")
 
     def _check_placement(self) -> None:
         if self.placement == "colocated" and self.rollout_workers != self.trainer_ranks:

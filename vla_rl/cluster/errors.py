@@ -34,7 +34,7 @@ class RoleLost(UserError):
 
 
 class RoleHung(RoleLost):
-    """A role lived and did nothing; it was killed."""
+    """A role lived and did nothing, or could not be reached; it was killed."""
 
 
 class RoleFailed(RuntimeError):

@@ -155,7 +155,8 @@ def beat_for_ever(path: str) -> None:
 
     def beat() -> None:
         while True:
-            counts[:] = counts[0] + 1, progress_marks()
             time.sleep(BEAT_S)
+            counts[:] = counts[0] + 1, progress_marks()
 
+    counts[:] = 1, progress_marks()  # here, not in the thread: a role that answers has beaten, also where it is stopped right then
     threading.Thread(target=beat, name="beat", daemon=True).start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -32,6 +33,8 @@ from vla_rl.config import ConfigError
 
 PLACEMENT_S = 300.0
 """How long Ray may take to reserve what the roles need."""
+CONNECTION_S = 10.0
+"""How long the head of a cluster may take to answer a connection."""
 NOTICE_S = 5.0
 """How long Ray may take to report an actor's end, and an actor to end by itself."""
 
@@ -91,6 +94,7 @@ class RayMember:
         self.vigil = Vigil()
         self._counts, self._pulse, self._hung = Counts(0, 0), actor.pulse.remote(), ""
         self._newest = actor.make.remote(make, arguments)
+        self._made = self._newest[0]
         self.ready: Pending = _RayCall(self, self._newest)
 
     @property
@@ -112,16 +116,21 @@ class RayMember:
     @property
     def is_busy(self) -> bool:
         """See `Watched.is_busy`; calls are answered in order, so the newest tells."""
-        return not ray.wait([self._newest[0]], timeout=0, fetch_local=False)[0]
+        return not _is_there(self._newest[0])
 
     def counts(self) -> Counts:
         """See `Watched.counts`: each answer of the actor is a beat, and is asked for when the last one came."""
-        if ray.wait([self._pulse], timeout=0, fetch_local=False)[0] and not self.is_over:
+        if not self.is_over and _is_there(self._pulse):
             try:
                 self._counts = Counts(self._counts.beats + 1, ray.get(self._pulse))
-                self._pulse = self.actor.pulse.remote()
+            except ActorUnavailableError:  # that question was lost, and no answer is no beat
+                pass
             except RayActorError:  # gone: who waits for its answer is told by Ray
                 self.is_over = True
+                return self._counts
+            self._pulse = self.actor.pulse.remote()
+        elif self._counts.beats == 0 and _is_there(self._made):  # it is up, and may have stopped before its first beat
+            self._counts = Counts(1, 0)
         return self._counts
 
     def end_hung(self, cause: str) -> None:
@@ -129,11 +138,13 @@ class RayMember:
         self._hung, self.is_over = cause, True
         ray.kill(self.actor)
 
-    def loss(self, error: Exception) -> RoleLost:
-        """What the watch, or Ray, says about the end of the actor."""
+    def loss(self, error: RayActorError) -> RoleLost:
+        """What the watch, or Ray, says about the end of the actor; one that Ray cannot reach, which may still live, is ended."""
+        if isinstance(error, ActorUnavailableError) and not self._hung:
+            self.end_hung(f"out of reach: {_in_a_line(error).rstrip('.')}; it was killed")
         if self._hung:
             return RoleHung(self.name, self._hung)
-        return RoleLost(self.name, " ".join(str(error).split()))
+        return RoleLost(self.name, _in_a_line(error))
 
 
 class RayBackend:
@@ -148,8 +159,7 @@ class RayBackend:
         self._groups: list[PlacementGroup] = []
         self._started = not ray.is_initialized()
         if self._started:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
-            ray.init(address=config.ray_address, include_dashboard=False, log_to_driver=False)
+            _open_ray(config.ray_address)
         self.host: str = ray.util.get_node_ip_address()
         """Under which the other machines reach the driver."""
         bundles = [[_resources(len(seat), seat[0].has_gpu, config) for seat in node] for node in seats_of_nodes(slots)]
@@ -199,6 +209,30 @@ class RayBackend:
             remove_placement_group(group)
         if self._started:
             ray.shutdown()
+
+
+def _is_there(reference: ray.ObjectRef) -> bool:
+    """Whether an answer, or the news that none will come, has arrived."""
+    return bool(ray.wait([reference], timeout=0, fetch_local=False)[0])
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _open_ray(address: str | None) -> None:
+    """Connect to a cluster, or start Ray here. Raises ConfigError where no cluster answers: Ray itself would try for minutes, and exit."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
+    try:
+        if address not in (None, "auto"):
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECTION_S).close()
+        ray.init(address=address or "local", include_dashboard=False, log_to_driver=False)
+    except OSError as error:  # Ray's ConnectionError is one
+        raise ConfigError(
+            f"cluster.ray_address is {address!r}, and no Ray cluster answers there ({error}); start one with `ray start --head` "
+            "(docs/cluster.md), or leave ray_address out to run on this machine alone"
+        ) from error
 
 
 def _resources(roles: int, has_gpu: bool, config: ClusterConfig) -> dict[str, float]:
