@@ -70,7 +70,7 @@ class VllmConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of its weights and sums; `float32` is what the trainer computes in."""
     cache_gib: int = 1
-    """Memory for keys and values on a CPU (GiB); at least 1."""
+    """Memory for keys and values (GiB), on the GPU of the policy where it has one; at least 1."""
     start_s: float = 300.0
     """Longest time until it is ready (s); above 0."""
     answer_s: float = 120.0
@@ -117,6 +117,7 @@ class VllmEngine:
             "dtype": config.dtype,
             "max_rows": rows,
             "max_length": longest,
+            "cache_bytes": config.cache_gib << 30,
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -212,7 +213,7 @@ class VllmEngine:
             self._process = subprocess.Popen(
                 [self.config.python, str(_SERVER), str(theirs.fileno()), json.dumps(self._settings)],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": str(self.config.cache_gib)},
+                env={**os.environ, **_ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

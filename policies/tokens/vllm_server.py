@@ -24,6 +24,8 @@ from typing import Any
 
 _HEADER = struct.Struct("<II")
 """Bytes of the JSON header, and of the payload behind it."""
+SHARE_AT_START = 0.01
+"""Part of the GPU that must be free at the start: its own default, 0.92, refuses a GPU on which the policy lives. The cache's size is given."""
 TRANSPORT = "safetensors_file"
 """Name under which the weight transport is registered."""
 
@@ -49,6 +51,8 @@ class Server:
             dtype=settings["dtype"],
             max_model_len=settings["max_length"],
             max_num_seqs=settings["max_rows"],
+            kv_cache_memory_bytes=settings["cache_bytes"],
+            gpu_memory_utilization=SHARE_AT_START,
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=TRANSPORT),
             disable_log_stats=True,
