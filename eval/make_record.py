@@ -127,7 +127,9 @@ def _protocol(run: EvaluatedRun) -> dict[str, Any]:
 
 
 def _commit(run: EvaluatedRun) -> str:
-    return read_json(run.path / "environment.json")["commit"]
+    """At which commits its episodes ran, from the rows themselves: a run may go on, or just be looked at, at another one."""
+    at_end = run.summary["environment"]["commit"]  # of rows from before they said it themselves
+    return ", ".join(dict.fromkeys(row.commit or at_end for row in run.rows.values()))
 
 
 def _pair(text: str) -> tuple[str, str]:

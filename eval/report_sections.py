@@ -216,10 +216,11 @@ def environment(phases: Sequence[Phase]) -> str:
     described = [phase.environment for phase in phases if phase.environment]
     if not described:
         return ""
-    main = main_evaluation(phases)
+    main, last = main_evaluation(phases), described[-1]
+    commits = [start.get("commit", "unknown") for start in (last, *last.get("resumed", []))]
     blocks = {
-        "Machine": described[-1].get("machine", {}),
-        "Packages": described[-1].get("packages", {}) | {"commit of vla-rl": described[-1].get("commit", "unknown")},
+        "Machine": last.get("machine", {}),
+        "Packages": last.get("packages", {}) | {"commit of vla-rl": ", then ".join(dict.fromkeys(commits))},
         "Simulator": main.summary["env"] if main is not None else {},
     }
     cards = (f'<div class="card"><h3>{name}</h3>{_definitions(fields)}</div>' for name, fields in blocks.items() if fields)

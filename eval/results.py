@@ -15,6 +15,7 @@ from typing import Any
 from vla_rl.episode import Episode, Outcome
 from vla_rl.errors import UserError
 from vla_rl.eval.statistics import Interval, clustered_bootstrap, minimum_detectable_effect, wilson_interval
+from vla_rl.telemetry.environment import source_commit
 from vla_rl.telemetry.files import read_jsonl
 
 
@@ -58,6 +59,8 @@ class EpisodeRow:
     """Path relative to the run directory."""
     weights: str = ""
     """Digest of the weights that acted."""
+    commit: str = ""
+    """Of vla-rl, as it ran the episode; `-dirty` where files differed from it. Empty in rows older than this field."""
 
     @property
     def crashed(self) -> bool:
@@ -98,6 +101,7 @@ def row_of(episode: Episode, condition: str, weights: str = "", video: str = "")
         goal=spec.goal,
         video=video,
         weights=weights,
+        commit=source_commit(),
     )
 
 

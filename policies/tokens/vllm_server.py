@@ -25,7 +25,7 @@ from typing import Any
 _HEADER = struct.Struct("<II")
 """Bytes of the JSON header, and of the payload behind it."""
 SHARE_AT_START = 0.01
-"""Part of the GPU that must be free at the start: its own default, 0.92, refuses a GPU on which the policy lives. The cache's size is given."""
+"""Part of the GPU that must be free at the start: vLLM's own 0.92 refuses a GPU on which the policy lives. The cache's size is given."""
 TRANSPORT = "safetensors_file"
 """Name under which the weight transport is registered."""
 

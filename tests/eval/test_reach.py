@@ -30,7 +30,8 @@ from vla_rl.policies.statistics import ACTION, STATE, FeatureStats, Statistics
 from vla_rl.rollout import ConnectError
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
-from vla_rl.telemetry.files import folder_digest
+from vla_rl.telemetry.environment import source_commit
+from vla_rl.telemetry.files import folder_digest, read_jsonl
 
 
 def config_of(run_dir: Path, actor: str, **more: Any) -> EvalConfig:
@@ -179,6 +180,18 @@ def test_a_condition_of_a_record_can_be_kept(tmp_path: Path, capsys: pytest.Capt
     assert both["recipe"]["noop"] == alone["recipe"]["noop"] and list(both["metrics"]["protocols"]) == ["noop", "expert"]
     with pytest.raises(RecordError, match=r"--keep nop: .* has no such condition; did you mean 'noop'"):
         make_record.main([*common, "--keep", "nop", "--run", f"expert={tmp_path / 'expert'}"])
+
+
+def test_a_record_says_at_which_commits_its_episodes_ran(tmp_path: Path) -> None:
+    """Not at which one the run directory was opened last."""
+    evaluate(config_of(tmp_path / "noop", "noop", tasks=(1,)))
+    rows = read_jsonl(tmp_path / "noop" / "episodes.jsonl")
+    assert {row["commit"] for row in rows} == {source_commit()} and len(rows) == 3
+    for row, commit in zip(rows, ("aaaa", "aaaa", "bbbb")):
+        row["commit"] = commit
+    (tmp_path / "noop" / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert make_record.main(["reach", "--command", "x", "--run", f"noop={tmp_path / 'noop'}", "--root", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "reach" / "record.json").read_text())["metrics"]["commits"] == {"noop": "aaaa, bbbb"}
 
 
 def test_the_gain_between_two_conditions_is_paired(tmp_path: Path) -> None:

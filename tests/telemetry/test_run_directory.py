@@ -5,12 +5,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from vla_rl.config import ConfigError
-from vla_rl.telemetry.files import FolderInUseError, read_jsonl
+from vla_rl.telemetry import run_directory
+from vla_rl.telemetry.files import FolderInUseError, read_json, read_jsonl
 from vla_rl.telemetry.run_directory import RunDirectory
 
 
@@ -47,6 +49,24 @@ def test_reopening_with_the_same_recipe_resumes(tmp_path: Path) -> None:
         "cluster": {"lr": 1e-3},
     }
     assert {"packages", "machine", "commit"} <= set(yaml.safe_load((path / "environment.json").read_text()))
+
+
+def test_the_environment_of_every_start_that_differs_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a finished run again once made it a run of the newest commit."""
+
+    def start(commit: str, mujoco: str = "3.3.2") -> dict[str, Any]:
+        now = {"packages": {"mujoco": mujoco}, "machine": {}, "commit": commit}
+        monkeypatch.setattr(run_directory, "environment", lambda: now)
+        opened(tmp_path / "run", Recipe("run"))
+        return now
+
+    start("a start that recorded nothing")
+    first = start("1")
+    RunDirectory(tmp_path / "run").metrics({"loss": 1.0})
+    start("1")
+    second, third = start("2"), start("2", mujoco="3.4.0")
+    start("1")
+    assert read_json(tmp_path / "run" / "environment.json") == first | {"resumed": [second, third]}
 
 
 def test_a_run_may_go_on_elsewhere(tmp_path: Path) -> None:

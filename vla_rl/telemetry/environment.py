@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+@cache
 def source_commit() -> str:
-    """The commit of the source tree, with `-dirty` if files differ from it, or `not a git checkout`."""
+    """The commit of the source tree, with `-dirty` if files differ from it, or `not a git checkout`; as it was when this process first
+    asked, because that is the code that it runs, whatever is checked out later."""
     root = Path(__file__).resolve().parents[2]
     head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode:

@@ -16,7 +16,7 @@ import yaml
 
 from vla_rl.config import ConfigError, difference, read_yaml, to_plain, with_defaults
 from vla_rl.telemetry.environment import environment
-from vla_rl.telemetry.files import append_jsonl, only_writer, write_json, write_text
+from vla_rl.telemetry.files import append_jsonl, only_writer, read_json, write_json, write_text
 
 FREE_TO_CHANGE = ("run_dir", "show_progress", "cluster")
 """Top-level recipe fields that do not make a run another run: also where it runs, so that it can go on elsewhere."""
@@ -35,7 +35,8 @@ class RunDirectory:
     def open(cls, path: str | Path, config: Any, free: Sequence[str] = ()) -> Iterator[RunDirectory]:
         """Create the directory of a recipe, or reopen it to resume; inside the block this process is the only one that does.
 
-        Writes `config.yaml` (resolved) and `environment.json`. free: key paths of this recipe that may change when it goes on, beside
+        Writes `config.yaml` (resolved) and `environment.json` (what the first start ran with, and, under `resumed`, every later start
+        that differs from it and from the others). free: key paths of this recipe that may change when it goes on, beside
         `FREE_TO_CHANGE`; `config.yaml` then says what was set last. A start that recorded nothing (a missing checkpoint, a port in
         use) binds nobody: the corrected recipe takes its place.
         Raises ConfigError naming every differing key if the directory holds a run of another recipe, and for an empty path;
@@ -46,7 +47,7 @@ class RunDirectory:
         run = cls(Path(path))
         with only_writer(run.path):
             _keep_recipe(run.path, config, free)
-            write_json(run.path / "environment.json", environment())
+            _keep_environment(run.path)
             yield run
 
     @property
@@ -87,6 +88,18 @@ def _keep_recipe(path: Path, config: Any, free: Sequence[str]) -> None:
         _require_same(path, with_defaults(config, read_yaml(file)), resolved, (*FREE_TO_CHANGE, *free))
     if not known or free:
         write_text(file, yaml.safe_dump(resolved, sort_keys=False))
+
+
+def _keep_environment(path: Path) -> None:
+    """Write `environment.json`, or add this start to it; see `RunDirectory.open`."""
+    file, now = path / "environment.json", environment()
+    if not (file.exists() and _has_results(path)):
+        write_json(file, now)
+        return
+    first = read_json(file)
+    starts = [first, *first.get("resumed", [])]
+    if not any(start["commit"] == now["commit"] and start["packages"] == now["packages"] for start in starts):
+        write_json(file, first | {"resumed": [*starts[1:], now]})
 
 
 def _has_results(path: Path) -> bool:
