@@ -46,6 +46,12 @@ class Phase:
     spans: tuple[Mapping[str, Any], ...]
 
     @property
+    def began(self) -> float:
+        """Wall-clock time (s) of its first span: files get other times when a run is copied or started again. Else of its recipe."""
+        starts = [float(span["start"]) for span in self.spans]
+        return min(starts) if starts else (self.path / "config.yaml").stat().st_mtime
+
+    @property
     def is_evaluation(self) -> bool:
         """Whether it has a success rate to report."""
         return "protocol" in self.summary
@@ -81,8 +87,7 @@ def read_phases(run_dir: Path) -> list[Phase]:
     folders = [folder for folder in _folders(run_dir, DEPTH) if (folder / "config.yaml").is_file()]
     if not folders:
         raise ReportError(f"{run_dir} holds no run (no config.yaml in it or below it)")
-    folders.sort(key=lambda folder: (folder / "config.yaml").stat().st_mtime)
-    return [_read_phase(run_dir, folder) for folder in folders]
+    return sorted((_read_phase(run_dir, folder) for folder in folders), key=lambda phase: phase.began)
 
 
 def _folders(folder: Path, depth: int) -> Iterable[Path]:

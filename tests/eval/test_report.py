@@ -93,6 +93,14 @@ def text_of(page: str) -> str:
     return re.sub(r"\s+", " ", " ".join(words))
 
 
+def test_phases_come_in_the_order_in_which_they_ran(tmp_path: Path) -> None:
+    """Also where the first was started again, which may write its recipe anew, or where a copy gave all files new times."""
+    for name, began in (("a_last", 30.0), ("b_first", 10.0), ("c_second", 20.0)):
+        write_training(tmp_path / name)
+        (tmp_path / name / "spans.jsonl").write_text(json.dumps({"name": "update", "start": began, "s": 1.0}) + "\n")
+    assert [phase.name for phase in read_phases(tmp_path)] == ["b_first", "c_second", "a_last"]
+
+
 def test_the_verdict_is_the_tested_policy_beside_its_control(demo: Path) -> None:
     text = text_of(write_report(demo).read_text())
     assert "90 %" in text and "9 of 10 episodes of libero_object, 2 tasks succeeded" in text
