@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from vla_rl.conventions import Conventions, require_equal
 from vla_rl.datasets.episode_rows import EpisodeInfo, require_alike
 from vla_rl.datasets.frames import FileFrames, MemoryFrames
 from vla_rl.datasets.samples import EpisodeDataset, SampleBatch, SampleColumns
@@ -84,6 +85,20 @@ def open_datasets(config: DataConfig) -> tuple[EpisodeDataset, EpisodeDataset | 
         )
     require_alike(kept)
     return _open(config, train), _open(config, validation) if validation else None
+
+
+def require_made_for(dataset: EpisodeDataset, name: str, conventions: Conventions, resolution: int) -> None:
+    """Check that a saved policy can learn from these episodes: it will act with its own conventions.
+
+    Raises ConventionMismatch for conventions or rate, DatasetError for pictures of another size, naming both sides.
+    """
+    first = dataset.infos[0]
+    require_equal(f"policy {name}", conventions, f"dataset {first.path}", first.conventions)
+    if first.resolution != resolution:
+        raise DatasetError(
+            f"{first.path} has pictures of {first.resolution} px, the policy {name} was made for {resolution} px; "
+            f"record at {resolution} px, or start from another policy"
+        )
 
 
 def _open(config: DataConfig, infos: Sequence[EpisodeInfo]) -> EpisodeDataset:

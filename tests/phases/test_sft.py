@@ -19,7 +19,9 @@ from reach_data import record_reach
 from safetensors.torch import load_file
 
 from vla_rl.config import ConfigError, to_plain
+from vla_rl.conventions import ConventionMismatch
 from vla_rl.datasets.loader import DataConfig, open_datasets
+from vla_rl.datasets.schema import DatasetError
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import EngineError
 from vla_rl.phases import sft
@@ -28,11 +30,11 @@ from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.phases.progress import UpdateProgress
 from vla_rl.phases.sft import SftConfig, noise_seeds, run_sft
 from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
-from vla_rl.policies.checkpoint import load_policy
+from vla_rl.policies.checkpoint import OWN_FILE, load_policy
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
-from vla_rl.telemetry.files import read_jsonl
+from vla_rl.telemetry.files import read_json, read_jsonl, write_json
 from vla_rl.telemetry.spans import leaf_shares
 
 TRANSFORMER = TransformerConfig(width=32, depth=2, mlp_width=64, heads=2, kv_heads=2, head_width=16)
@@ -174,6 +176,22 @@ def test_a_saved_policy_is_a_start(recipe: SftConfig, straight: SftConfig, tmp_p
     ours, theirs = saved(tuned), saved(straight)
     # one Adam step of 1e-12 / 25 is below half an ulp of nearly every weight
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-9, rtol=0) for name in theirs)
+
+
+def test_a_start_that_was_made_for_other_episodes_is_refused(
+    recipe: SftConfig, straight: SftConfig, reach_demonstrations_32: Path, tmp_path: Path
+) -> None:
+    """It would learn from what it will never see: its own conventions, rate and resolution are what it acts with."""
+    folder = Path(straight.run_dir) / "checkpoints" / "last" / "policy"
+    tuned = replace(recipe, initial_policy=str(folder), updates=1)
+    small = replace(tuned, data=DataConfig(paths=(str(reach_demonstrations_32),), validation_fraction=0))
+    with pytest.raises(DatasetError, match=r"has pictures of 32 px, the policy .*policy was made for 64 px"):
+        run_sft(small)
+    fields = read_json(folder / OWN_FILE)
+    slower = fields["spec"] | {"conventions": fields["spec"]["conventions"] | {"control_rate_hz": 10}}
+    write_json(folder / OWN_FILE, fields | {"spec": slower})
+    with pytest.raises(ConventionMismatch, match=r"control_rate_hz: policy .*policy has 10, dataset .* has 20"):
+        run_sft(tuned)
 
 
 def test_evaluation_during_training_is_in_the_metrics(recipe: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
