@@ -228,13 +228,22 @@ def test_tensorboard_gets_the_same_numbers(recipe: SftConfig) -> None:
     assert shown == pytest.approx(losses(config), rel=1e-6)  # event files hold float32
 
 
-def test_data_that_changed_since_the_checkpoint_are_refused(recipe: SftConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tuned", [False, True], ids=["scratch", "initial_policy"])
+def test_data_that_changed_since_the_checkpoint_are_refused(recipe: SftConfig, straight: SftConfig, tmp_path: Path, tuned: bool) -> None:
+    """Also as many others, and where the statistics are an initial policy's, which the data do not change."""
     folder = tmp_path / "demonstrations"
     record_reach(folder, episodes=3)
-    config = replace(recipe, data=DataConfig(paths=(str(folder),), validation_fraction=0), updates=1)
+    initial = str(Path(straight.run_dir) / "checkpoints" / "last" / "policy") if tuned else None
+    config = replace(recipe, data=DataConfig(paths=(str(folder),), validation_fraction=0), initial_policy=initial, updates=1)
     assert run_sft(config) == 0
-    (folder / "episode_000002.hdf5").unlink()
-    with pytest.raises(ConfigError, match=r"was trained with statistics .* episodes were added, removed or changed"):
+    names = [folder / f"episode_00000{number}.hdf5" for number in range(3)]
+    names[0].rename(folder / "episode_000003.hdf5")  # the same episodes in another order
+    with pytest.raises(DatasetError, match=r"samples_sha256 is .* Episodes were added, removed or changed since"):
+        run_sft(config)
+    (folder / "episode_000003.hdf5").rename(names[0])
+    assert run_sft(config) == 0
+    names[2].unlink()
+    with pytest.raises(DatasetError, match=r"num_samples is \d+, the checkpoint has \d+; .* Episodes were added, removed or changed since"):
         run_sft(config)
 
 

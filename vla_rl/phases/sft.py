@@ -216,18 +216,22 @@ def _make_policy(config: SftConfig, dataset: EpisodeDataset, run: RunDirectory, 
 
 
 def _resume(training: _Training) -> None:
-    """Go on from the last checkpoint. Raises ConfigError when the statistics of the data are no longer those it was trained with."""
+    """Go on from the last checkpoint.
+
+    Raises DatasetError when the episodes are no longer those it was trained on, ConfigError for an initial policy with other statistics.
+    """
     folder = last_checkpoint(training.run.checkpoints)
     if folder is None:
         return
     extra = load_checkpoint(training.engine, folder)
+    training.loader.load_state_dict(extra["loader"])
     ours = training.policy.processor.statistics.sha256
     if extra["statistics_sha256"] != ours:
+        source = training.config.initial_policy or "the data"
         raise ConfigError(
-            f"{folder} was trained with statistics {extra['statistics_sha256'][:12]}, the data now give {ours[:12]}: episodes were added, "
-            "removed or changed; restore them, or start a new run_dir (initial_policy goes on from saved weights)"
+            f"{folder} was trained with statistics {extra['statistics_sha256'][:12]}, {source} now has {ours[:12]}: it was changed since; "
+            "restore it, or start a new run_dir"
         )
-    training.loader.load_state_dict(extra["loader"])
 
 
 def _save(training: _Training) -> int:
