@@ -22,6 +22,7 @@ from vla_rl.config import ConfigError, to_plain
 from vla_rl.conventions import ConventionMismatch
 from vla_rl.datasets.loader import DataConfig, open_datasets
 from vla_rl.datasets.schema import DatasetError
+from vla_rl.engine import checkpoint
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import EngineError
 from vla_rl.phases import sft
@@ -136,6 +137,26 @@ def test_a_crash_after_a_checkpoint_runs_the_lost_updates_again(
     assert list(losses(recipe)) == [1, 2, 3, 4, 5, 6]
     assert run_sft(recipe) == 0
     assert losses(recipe) == losses(straight)
+    assert same_weights(recipe, straight)
+
+
+def test_a_kill_right_before_the_pointer_leaves_no_older_policy_behind(
+    recipe: SftConfig, straight: SftConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint is whole then and no update is left to do; what others take from the run is where `last` points."""
+    point_to, last = checkpoint._point_to, Path(recipe.run_dir) / "checkpoints" / "last"
+
+    def killed_at_the_end(target: Path) -> None:
+        if target.name == "step_8":
+            raise SystemExit
+        point_to(target)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(checkpoint, "_point_to", killed_at_the_end)
+        run_sft(recipe)
+    assert last.resolve().name == "step_4"
+    assert run_sft(recipe) == 0
+    assert last.resolve().name == "step_8"
     assert same_weights(recipe, straight)
 
 

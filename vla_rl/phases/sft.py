@@ -23,7 +23,7 @@ from vla_rl.config import ConfigError
 from vla_rl.datasets.loader import DataConfig, TrainLoader, open_datasets, require_made_for
 from vla_rl.datasets.samples import EpisodeDataset, SampleBatch
 from vla_rl.datasets.stats import compute_statistics
-from vla_rl.engine.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from vla_rl.engine.checkpoint import resume_last, save_checkpoint
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine, LossResult, StepResult
 from vla_rl.engine.world import World, close_world, open_world
@@ -220,10 +220,10 @@ def _resume(training: _Training) -> None:
 
     Raises DatasetError when the episodes are no longer those it was trained on, ConfigError for an initial policy with other statistics.
     """
-    folder = last_checkpoint(training.run.checkpoints)
-    if folder is None:
+    resumed = resume_last(training.engine, training.run.checkpoints)
+    if resumed is None:
         return
-    extra = load_checkpoint(training.engine, folder)
+    folder, extra = resumed
     training.loader.load_state_dict(extra["loader"])
     ours = training.policy.processor.statistics.sha256
     if extra["statistics_sha256"] != ours:
