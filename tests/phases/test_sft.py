@@ -18,6 +18,7 @@ import yaml
 from reach_data import record_reach
 from safetensors.torch import load_file
 
+from vla_rl.cli import main
 from vla_rl.config import ConfigError, to_plain
 from vla_rl.conventions import ConventionMismatch
 from vla_rl.datasets.loader import DataConfig, open_datasets
@@ -272,6 +273,15 @@ def test_another_recipe_in_the_same_directory_is_refused(recipe: SftConfig) -> N
     assert run_sft(replace(recipe, updates=1)) == 0
     with pytest.raises(ConfigError, match=r"holds a run of another recipe(?s:.)*seed: 0 -> 1"):
         run_sft(replace(recipe, updates=1, seed=1))
+
+
+def test_training_that_diverges_ends_with_a_remedy_and_no_traceback(
+    recipe: SftConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(to_plain(replace(recipe, updates=40))))
+    assert main(["sft", str(path), "--engine.lr", "1e36"]) == 2
+    assert "start again in a new run_dir with a lower engine.lr" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
