@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from vla_rl.conventions import Conventions, require_equal
 from vla_rl.datasets.episode_rows import EpisodeInfo, require_alike
 from vla_rl.datasets.frames import FileFrames, MemoryFrames
 from vla_rl.datasets.samples import EpisodeDataset, SampleBatch, SampleColumns
@@ -84,6 +85,20 @@ def open_datasets(config: DataConfig) -> tuple[EpisodeDataset, EpisodeDataset | 
         )
     require_alike(kept)
     return _open(config, train), _open(config, validation) if validation else None
+
+
+def require_made_for(dataset: EpisodeDataset, name: str, conventions: Conventions, resolution: int) -> None:
+    """Check that a saved policy can learn from these episodes: it will act with its own conventions.
+
+    Raises ConventionMismatch for conventions or rate, DatasetError for pictures of another size, naming both sides.
+    """
+    first = dataset.infos[0]
+    require_equal(f"policy {name}", conventions, f"dataset {first.path}", first.conventions)
+    if first.resolution != resolution:
+        raise DatasetError(
+            f"{first.path} has pictures of {first.resolution} px, the policy {name} was made for {resolution} px; "
+            f"record at {resolution} px, or start from another policy"
+        )
 
 
 def _open(config: DataConfig, infos: Sequence[EpisodeInfo]) -> EpisodeDataset:
@@ -188,19 +203,26 @@ class TrainLoader:
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs."""
         order = self._order
-        return {"update": self.update, "seed": order.seed, "num_samples": order.num_samples, "global_batch_size": order.global_batch_size}
+        numbers = {"seed": order.seed, "num_samples": order.num_samples, "global_batch_size": order.global_batch_size}
+        return {"update": self.update, **numbers, "samples_sha256": self.dataset.sha256}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, also with another number of ranks or workers.
 
-        Raises ValueError when seed, dataset size or batch size are not those of the state: the order would be another one.
+        Raises DatasetError when seed, batch size or the samples themselves are not those of the state: the run would be another one.
+        States of older checkpoints do not say which samples they had.
         """
         own = self.state_dict()
         unlike = [
-            f"{name} is {own[name]}, the checkpoint has {state[name]}" for name in own if name != "update" and own[name] != state[name]
+            f"{name} is {own[name]}, the checkpoint has {state[name]}"
+            for name in own
+            if name != "update" and own[name] != state.get(name, own[name])
         ]
         if unlike:
-            raise ValueError("cannot continue this order of samples: " + "; ".join(unlike))
+            raise DatasetError(
+                f"cannot continue this order of samples: {'; '.join(unlike)}. Episodes were added, removed or changed since: restore them, "
+                "or start a new run_dir (initial_policy goes on from saved weights)"
+            )
         self.close()
         self.update = int(state["update"])
 

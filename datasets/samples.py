@@ -8,8 +8,10 @@ X samples of the dataset, T offsets of a window, M = B T.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -128,6 +130,14 @@ class EpisodeDataset:
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.sample_rows_X)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of everything but the pictures: actions, states, targets, weights, which control steps are samples, and prompts."""
+        digest = hashlib.sha256("\0".join(info.prompt for info in self.infos).encode())
+        for rows in (self.row_starts, self.actions_RA, self.states_RS, self.target_R, self.weight_R, self.sample_rows_X):
+            digest.update(np.ascontiguousarray(rows).data)
+        return digest.hexdigest()
 
     def columns(self, index_B: Int64, chunk_length: int, update: int = 0) -> SampleColumns:
         """The samples `index_B`, as arrays."""

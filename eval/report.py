@@ -16,7 +16,7 @@ from vla_rl.eval import report_sections as sections
 from vla_rl.eval.compare import CompareError, compare_rows
 from vla_rl.eval.report_data import Phase, controls_of, curves, main_evaluation, read_phases
 from vla_rl.eval.results import SuiteResult
-from vla_rl.telemetry.files import write_text
+from vla_rl.telemetry.files import read_jsonl, write_text
 
 STYLE = Path(__file__).with_name("report.css")
 
@@ -61,7 +61,18 @@ def _header(title: str, phases: Sequence[Phase]) -> str:
     names = " → ".join(phase.name for phase in phases if phase.name != "." and "/" not in phase.name)
     about = f'<span class="quiet">{escape(names)}</span>' if names else ""
     name = f'<h1>{escape(title)} <span class="quiet">vla-rl report</span></h1>'
-    return f'<header><div class="line1">{name}{about}</div>{_verdict(phases)}</header>'
+    return f'<header><div class="line1">{name}{about}</div>{_verdict(phases)}{_unfinished(phases)}</header>'
+
+
+def _unfinished(phases: Sequence[Phase]) -> str:
+    """A line for each evaluation that was stopped, or still runs, before it had a result."""
+    lines = []
+    for phase in (phase for phase in phases if phase.is_unfinished):
+        recorded = len(read_jsonl(phase.path / "episodes.jsonl"))
+        name = "evaluation" if phase.name == "." else phase.name
+        text = f"{name}: {recorded} episodes are recorded and there is no result yet; start it again to go on"
+        lines.append(f'<p><span class="flag bad">{escape(text)}</span></p>')
+    return "".join(lines)
 
 
 def _verdict(phases: Sequence[Phase]) -> str:
@@ -89,9 +100,9 @@ def _training_verdict(phases: Sequence[Phase]) -> str:
         for name in ("validation_loss", "loss"):
             if name in found:
                 step, value = found[name][-1]
-                text = f"is the {name.replace('_', ' ')} after {step:,.0f} updates. Nothing was evaluated in simulation yet."
+                text = f"is the {name.replace('_', ' ')} after {step:,.0f} updates. No evaluation in simulation has a result yet."
                 return f'<div class="verdict"><div class="big">{value:.3g}</div><p class="lead">{escape(text)}</p></div>'
-    return '<div class="verdict"><p class="lead">Nothing was trained or evaluated here yet.</p></div>'
+    return '<div class="verdict"><p class="lead">No training or evaluation here has a result yet.</p></div>'
 
 
 def _coverage(phase: Phase) -> str:

@@ -41,20 +41,19 @@ class Phase:
     summary: Mapping[str, Any]
     """`summary.json`; empty if the phase wrote none."""
     rows: tuple[EpisodeRow, ...]
-    """Episodes of an evaluation."""
+    """Episodes of an evaluation that has written a summary."""
     metrics: tuple[Mapping[str, Any], ...]
     spans: tuple[Mapping[str, Any], ...]
-
-    @property
-    def began(self) -> float:
-        """Wall-clock time (s) of its first span: files get other times when a run is copied or started again. Else of its recipe."""
-        starts = [float(span["start"]) for span in self.spans]
-        return min(starts) if starts else (self.path / "config.yaml").stat().st_mtime
 
     @property
     def is_evaluation(self) -> bool:
         """Whether it has a success rate to report."""
         return "protocol" in self.summary
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it is an evaluation, as its recipe says, without any result yet."""
+        return "protocol" in self.config and not (self.is_evaluation and self.finished)
 
     @property
     def is_collection(self) -> bool:
@@ -87,7 +86,13 @@ def read_phases(run_dir: Path) -> list[Phase]:
     folders = [folder for folder in _folders(run_dir, DEPTH) if (folder / "config.yaml").is_file()]
     if not folders:
         raise ReportError(f"{run_dir} holds no run (no config.yaml in it or below it)")
-    return sorted((_read_phase(run_dir, folder) for folder in folders), key=lambda phase: phase.began)
+    return sorted((_read_phase(run_dir, folder) for folder in folders), key=_began)
+
+
+def _began(phase: Phase) -> tuple[bool, float]:
+    """The reported directory itself first, then by the first span: a recipe that is written again, or copied, has another time."""
+    starts = [row["start"] for row in phase.spans]
+    return phase.name != ".", min(starts, default=(phase.path / "config.yaml").stat().st_mtime)
 
 
 def _folders(folder: Path, depth: int) -> Iterable[Path]:

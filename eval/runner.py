@@ -27,7 +27,7 @@ from vla_rl.sim.factory import make_env
 from vla_rl.sim.pool import MakeEnv, make_pool
 from vla_rl.telemetry.files import append_jsonl, write_json
 from vla_rl.telemetry.progress import EpisodeProgress
-from vla_rl.telemetry.run_directory import RunDirectory
+from vla_rl.telemetry.run_directory import RunDirectory, require_same_recipe
 from vla_rl.telemetry.spans import close_span_log, open_span_log, span
 
 __all__ = ["EvalConfig", "Summary", "evaluate", "run_eval"]
@@ -101,15 +101,15 @@ def evaluate(config: EvalConfig, make_env: MakeEnv = make_env) -> Summary:
 
 
 def _finished_before(config: EvalConfig, planned: Sequence[Planned]) -> Summary | None:
-    """The result of a run directory that has nothing left to run, so that starting again costs nothing; else None.
+    """The result of a run directory that has nothing left to run, so that starting again costs nothing and writes nothing; else None.
 
     Raises ConfigError if the directory holds another recipe, before anything starts.
     """
     folder = Path(config.run_dir)
     if not (folder / "config.yaml").is_file():
         return None
-    with RunDirectory.open(folder, config) as run:
-        rows = read_rows(run.episodes_file)
+    require_same_recipe(folder, config)
+    rows = read_rows(folder / "episodes.jsonl")
     same_weights = {row.weights for row in rows} == {known_weights(config)}
     return summary_of_finished(folder / "summary.json", planned, rows) if same_weights else None
 

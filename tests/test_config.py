@@ -179,3 +179,14 @@ def test_plain_values_build_the_same_recipe(recipe: Recipe) -> None:
 @given(recipes, recipes)
 def test_difference_is_empty_exactly_for_equal_recipes(first: Recipe, second: Recipe) -> None:
     assert (difference(to_plain(first), to_plain(second)) == []) == (to_plain(first) == to_plain(second))
+
+
+def test_lists_of_mappings_are_compared_item_by_item() -> None:
+    first = {"phases": [{"command": "sft", "seed": 0}, {"command": "eval"}], "tasks": [0, 1]}
+    second = {"phases": [{"command": "sft", "seed": 1}], "tasks": [0]}
+    assert difference(first, second) == [
+        "phases[0].seed: 0 -> 1",
+        "phases[1]: {'command': 'eval'} -> '(absent)'",
+        "tasks: [0, 1] -> [0]",
+    ]
+    assert difference({"note": "a"}, {"note": "b" * 1000}) == [f"note: 'a' -> '{'b' * 199} ..."]

@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -266,17 +267,44 @@ def with_defaults(config: Any, recorded: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(recorded)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name not in filled and not _required(field):
+        if field.name in filled:
+            filled[field.name] = _filled_in(value, filled[field.name])
+        elif not _required(field):
             factory = field.default_factory
             filled[field.name] = to_plain(field.default if factory is dataclasses.MISSING else factory())
-        elif dataclasses.is_dataclass(value) and isinstance(filled.get(field.name), Mapping):
-            filled[field.name] = with_defaults(value, filled[field.name])
     return filled
 
 
+def _filled_in(value: Any, recorded: Any) -> Any:
+    """`with_defaults` of a field's value: a dataclass, or several in a list."""
+    if dataclasses.is_dataclass(value) and isinstance(recorded, Mapping):
+        return with_defaults(value, recorded)
+    if isinstance(value, tuple) and isinstance(recorded, list):
+        return [*map(_filled_in, value, recorded), *recorded[len(value) :]]
+    return recorded
+
+
 def difference(first: Any, second: Any, path: str = "") -> list[str]:
-    """`key.path: first -> second` for every value in which two plain configs differ."""
+    """`key.path: first -> second` for every value in which two plain configs differ; lists of mappings are compared item by item."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         keys = list(dict.fromkeys([*first, *second]))
-        return [line for key in keys for line in difference(first.get(key, "(absent)"), second.get(key, "(absent)"), _join(path, str(key)))]
-    return [] if first == second else [f"{path}: {first!r} -> {second!r}"]
+        return [line for key in keys for line in difference(first.get(key, ABSENT), second.get(key, ABSENT), _join(path, str(key)))]
+    if _holds_mappings(first) and _holds_mappings(second):
+        pairs = enumerate(zip_longest(first, second, fillvalue=ABSENT))
+        return [line for number, (one, other) in pairs for line in difference(one, other, f"{path}[{number}]")]
+    return [] if first == second else [f"{path}: {_shown(first)} -> {_shown(second)}"]
+
+
+ABSENT = "(absent)"
+"""In place of a value that one of two configs does not have."""
+LONGEST_VALUE = 200
+"""Characters of a value in a message; of a longer one the beginning says which it is."""
+
+
+def _holds_mappings(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + " ..."

@@ -68,8 +68,18 @@ def test_resume_goes_on_where_it_stopped(make_store: MakeStore) -> None:
 def test_resume_with_another_order_is_refused(make_store: MakeStore) -> None:
     dataset = EpisodeDataset(list_episodes([make_store(2).folder]))
     state = TrainLoader(dataset, 4, 8, seed=3).state_dict()
-    with pytest.raises(ValueError, match="seed is 4, the checkpoint has 3; global_batch_size is 16, the checkpoint has 8"):
+    with pytest.raises(DatasetError, match="seed is 4, the checkpoint has 3; global_batch_size is 16, the checkpoint has 8"):
         TrainLoader(dataset, 4, 16, seed=4).load_state_dict(state)
+
+
+def test_a_resume_with_other_samples_is_refused(make_store: MakeStore) -> None:
+    """As many of them, too; a checkpoint that was written before the digest existed goes on."""
+    infos = list_episodes([make_store(2).folder])
+    state = TrainLoader(EpisodeDataset(infos), 4, 8, seed=3).state_dict()
+    other = TrainLoader(EpisodeDataset(infos[::-1]), 4, 8, seed=3)
+    with pytest.raises(DatasetError, match=r"samples_sha256 is [0-9a-f]{64}, the checkpoint has [0-9a-f]{64}"):
+        other.load_state_dict(state)
+    other.load_state_dict({name: value for name, value in state.items() if name != "samples_sha256"})
 
 
 def test_spawned_workers_give_the_same_batches_also_after_a_resume(make_store: MakeStore) -> None:
@@ -164,5 +174,5 @@ def test_a_resume_with_other_repeats_is_refused(make_store: MakeStore) -> None:
     """The order of samples would be another one."""
     dataset = EpisodeDataset(list_episodes([make_store(2).folder]))
     state = TrainLoader(dataset, 4, 8, seed=3).state_dict()
-    with pytest.raises(ValueError, match=rf"num_samples is {len(dataset) + 4}, the checkpoint has {len(dataset)}"):
+    with pytest.raises(DatasetError, match=rf"num_samples is {len(dataset) + 4}, the checkpoint has {len(dataset)}"):
         TrainLoader(dataset, 4, 8, seed=3, first_picture_repeats=3).load_state_dict(state)

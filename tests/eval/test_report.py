@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -93,14 +94,6 @@ def text_of(page: str) -> str:
     return re.sub(r"\s+", " ", " ".join(words))
 
 
-def test_phases_come_in_the_order_in_which_they_ran(tmp_path: Path) -> None:
-    """Also where the first was started again, which may write its recipe anew, or where a copy gave all files new times."""
-    for name, began in (("a_last", 30.0), ("b_first", 10.0), ("c_second", 20.0)):
-        write_training(tmp_path / name)
-        (tmp_path / name / "spans.jsonl").write_text(json.dumps({"name": "update", "start": began, "s": 1.0}) + "\n")
-    assert [phase.name for phase in read_phases(tmp_path)] == ["b_first", "c_second", "a_last"]
-
-
 def test_the_verdict_is_the_tested_policy_beside_its_control(demo: Path) -> None:
     text = text_of(write_report(demo).read_text())
     assert "90 %" in text and "9 of 10 episodes of libero_object, 2 tasks succeeded" in text
@@ -142,7 +135,7 @@ def test_a_training_alone_and_an_evaluation_alone(demo: Path) -> None:
     assert "0 of 10 episodes of libero_object, 2 tasks succeeded with the noop actor" in trained
     write_training(demo.parent / "only_training")
     page = write_report(demo.parent / "only_training").read_text()
-    assert "0.25 is the validation loss after 40 updates. Nothing was evaluated in simulation yet." in text_of(page)
+    assert "0.25 is the validation loss after 40 updates. No evaluation in simulation has a result yet." in text_of(page)
     assert page.count("<polyline") == 2, "loss and validation loss; constants and counters are no curves"
 
 
@@ -151,6 +144,28 @@ def test_an_incomplete_evaluation_says_so(fakes: Any, tmp_path: Path) -> None:
     text = text_of(write_report(tmp_path / "run").read_text())
     assert "incomplete: 1 of 3 episodes have no outcome" in text
     assert "2 of 2 episodes" in text and "crash" in text
+
+
+def test_an_evaluation_that_was_stopped_is_named(fakes: Any, demo: Path) -> None:
+    """It has rows and no summary; as does one of whose episodes all crashed, no rate."""
+    (demo / "eval" / "config.yaml").write_text("protocol: openvla-oft\n")
+    (demo / "eval" / "summary.json").unlink()
+    write_evaluation(fakes, demo / "crashed", "cc", "policy")
+    (demo / "crashed" / "config.yaml").write_text("protocol: openvla-oft\n")
+    text = text_of(write_report(demo).read_text())
+    assert "eval: 10 episodes are recorded and there is no result yet; start it again to go on" in text
+    assert "crashed: 2 episodes are recorded and there is no result yet; start it again to go on" in text
+
+
+def test_phases_stand_in_the_order_in_which_they_began(demo: Path) -> None:
+    """Also after a recipe was written again, as `collect` and `rl` do whenever they start."""
+    write_training(demo / "a_later_one")
+    for number, name in enumerate(("sft", "a_later_one")):
+        append_jsonl(demo / name / "spans.jsonl", {"name": "data", "start": number, "s": 0.5, "depth": 0, "leaf": True, "pid": 1})
+    (demo / "config.yaml").write_text("phases: []\n")
+    for name, mtime in (("sft", 3e9), ("a_later_one", 2e9), (".", 4e9)):
+        os.utime(demo / name / "config.yaml", (mtime, mtime))
+    assert [phase.name for phase in read_phases(demo)][:3] == [".", "sft", "a_later_one"]
 
 
 def test_a_crash_is_listed_with_its_error_and_not_its_traceback() -> None:

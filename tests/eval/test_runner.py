@@ -23,6 +23,7 @@ from vla_rl.eval.results import read_rows
 from vla_rl.eval.runner import evaluate, run_eval
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
+from vla_rl.telemetry import run_directory
 
 
 def config_of(run_dir: Path, **more: Any) -> EvalConfig:
@@ -115,6 +116,14 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, pools: A
     assert len(pools[2].started) == 13 and len(pools) == 3
     assert summary.results == evaluate(config_of(tmp_path / "whole")).results
     assert len(pools) == 3, "a finished evaluation starts no simulator"
+
+
+def test_a_finished_evaluation_keeps_where_it_was_measured(tmp_path: Path, pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records and reports take the commit from there; starting again elsewhere measures nothing."""
+    first = evaluate(config_of(tmp_path))
+    monkeypatch.setattr(run_directory, "environment", lambda: {"commit": "a newer one"})
+    assert evaluate(config_of(tmp_path)).results == first.results
+    assert json.loads((tmp_path / "environment.json").read_text())["commit"] != "a newer one"
 
 
 def test_other_weights_or_another_recipe_in_the_same_directory_are_refused(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from vla_rl.cli import main
 from vla_rl.config import ConfigError, load_recipe
@@ -129,3 +130,34 @@ def test_two_phases_in_one_folder_are_refused(tmp_path: Path) -> None:
     recipe.write_text(RECIPE.replace("RUN", "runs/x/").replace('{run_dir}/sft"', '{run_dir}"'))
     with pytest.raises(ConfigError, match=r"a phase has the run_dir of the whole pipeline, runs/x/; .* such as \{run_dir\}/sft"):
         load_recipe(PipelineConfig, recipe)
+    recipe.write_text(RECIPE.replace("RUN", "runs/x").replace('{run_dir}/sft"', '{run_dir}/./eval/"'))
+    with pytest.raises(ConfigError, match="two phases share the run_dir runs/x/eval; give each its own"):
+        load_recipe(PipelineConfig, recipe)
+    recipe.write_text(RECIPE.replace("RUN", "runs/x").replace('{run_dir}/sft"', '{run_dir}/"'))
+    with pytest.raises(ConfigError, match="a phase has the run_dir of the whole pipeline, runs/x; "):
+        load_recipe(PipelineConfig, recipe)
+
+
+def test_a_pipeline_goes_on_where_its_phases_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With fields that its recorded recipe does not have yet, and with what may change in a phase; nothing else, before a phase starts."""
+    recipe, run = tmp_path / "pipeline.yaml", tmp_path / "run"
+    text = RECIPE.replace("RUN", str(run))
+    recipe.write_text(text)
+    assert main(["run", str(recipe)]) == 0
+    for file in (run / "config.yaml", run / "sft" / "config.yaml"):
+        older = file.read_text().replace("noise_draws: 1", "").replace("first_picture_repeats: 1", "")
+        assert older != file.read_text()
+        file.write_text(older)
+    recipe.write_text(text.replace("show_progress: false", "show_progress: true"))
+    assert main(["run", str(recipe)]) == 0
+    kept = (run / "config.yaml").read_text()
+    assert [phase["recipe"]["show_progress"] for phase in yaml.safe_load(kept)["phases"]] == [True] * 3
+    capsys.readouterr()
+    recipe.write_text(text.replace("updates: 3", "updates: 4"))
+    assert main(["run", str(recipe)]) == 2
+    assert f"{run}/sft holds a run of another recipe (recorded -> now):\n  updates: 3 -> 4\n" in (error := capsys.readouterr().err)
+    assert "[1/3]" not in error, "found before the first phase starts"
+    assert (run / "config.yaml").read_text() == kept
+    recipe.write_text(text[: text.index("  - command: eval")])
+    assert main(["run", str(recipe)]) == 2
+    assert "phases[2]: {'command': 'eval', " in capsys.readouterr().err

@@ -18,8 +18,12 @@ import yaml
 from reach_data import record_reach
 from safetensors.torch import load_file
 
+from vla_rl.cli import main
 from vla_rl.config import ConfigError, to_plain
+from vla_rl.conventions import ConventionMismatch
 from vla_rl.datasets.loader import DataConfig, open_datasets
+from vla_rl.datasets.schema import DatasetError
+from vla_rl.engine import checkpoint
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import EngineError
 from vla_rl.phases import sft
@@ -28,11 +32,11 @@ from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.phases.progress import UpdateProgress
 from vla_rl.phases.sft import SftConfig, noise_seeds, run_sft
 from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
-from vla_rl.policies.checkpoint import load_policy
+from vla_rl.policies.checkpoint import OWN_FILE, load_policy
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
-from vla_rl.telemetry.files import read_jsonl
+from vla_rl.telemetry.files import read_json, read_jsonl, write_json
 from vla_rl.telemetry.spans import leaf_shares
 
 TRANSFORMER = TransformerConfig(width=32, depth=2, mlp_width=64, heads=2, kv_heads=2, head_width=16)
@@ -137,6 +141,26 @@ def test_a_crash_after_a_checkpoint_runs_the_lost_updates_again(
     assert same_weights(recipe, straight)
 
 
+def test_a_kill_right_before_the_pointer_leaves_no_older_policy_behind(
+    recipe: SftConfig, straight: SftConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint is whole then and no update is left to do; what others take from the run is where `last` points."""
+    point_to, last = checkpoint._point_to, Path(recipe.run_dir) / "checkpoints" / "last"
+
+    def killed_at_the_end(target: Path) -> None:
+        if target.name == "step_8":
+            raise SystemExit
+        point_to(target)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(checkpoint, "_point_to", killed_at_the_end)
+        run_sft(recipe)
+    assert last.resolve().name == "step_4"
+    assert run_sft(recipe) == 0
+    assert last.resolve().name == "step_8"
+    assert same_weights(recipe, straight)
+
+
 @pytest.mark.parametrize("size", [4, 5])
 def test_the_cut_into_micro_batches_does_not_matter(recipe: SftConfig, straight: SftConfig, size: int) -> None:
     assert run_sft(replace(recipe, micro_batch_size_per_rank=size)) == 0
@@ -176,6 +200,22 @@ def test_a_saved_policy_is_a_start(recipe: SftConfig, straight: SftConfig, tmp_p
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-9, rtol=0) for name in theirs)
 
 
+def test_a_start_that_was_made_for_other_episodes_is_refused(
+    recipe: SftConfig, straight: SftConfig, reach_demonstrations_32: Path, tmp_path: Path
+) -> None:
+    """It would learn from what it will never see: its own conventions, rate and resolution are what it acts with."""
+    folder = Path(straight.run_dir) / "checkpoints" / "last" / "policy"
+    tuned = replace(recipe, initial_policy=str(folder), updates=1)
+    small = replace(tuned, data=DataConfig(paths=(str(reach_demonstrations_32),), validation_fraction=0))
+    with pytest.raises(DatasetError, match=r"has pictures of 32 px, the policy .*policy was made for 64 px"):
+        run_sft(small)
+    fields = read_json(folder / OWN_FILE)
+    slower = fields["spec"] | {"conventions": fields["spec"]["conventions"] | {"control_rate_hz": 10}}
+    write_json(folder / OWN_FILE, fields | {"spec": slower})
+    with pytest.raises(ConventionMismatch, match=r"control_rate_hz: policy .*policy has 10, dataset .* has 20"):
+        run_sft(tuned)
+
+
 def test_evaluation_during_training_is_in_the_metrics(recipe: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the run was killed in the last one, and has no update left."""
     evaluation = EvaluationConfig(
@@ -210,13 +250,22 @@ def test_tensorboard_gets_the_same_numbers(recipe: SftConfig) -> None:
     assert shown == pytest.approx(losses(config), rel=1e-6)  # event files hold float32
 
 
-def test_data_that_changed_since_the_checkpoint_are_refused(recipe: SftConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tuned", [False, True], ids=["scratch", "initial_policy"])
+def test_data_that_changed_since_the_checkpoint_are_refused(recipe: SftConfig, straight: SftConfig, tmp_path: Path, tuned: bool) -> None:
+    """Also as many others, and where the statistics are an initial policy's, which the data do not change."""
     folder = tmp_path / "demonstrations"
     record_reach(folder, episodes=3)
-    config = replace(recipe, data=DataConfig(paths=(str(folder),), validation_fraction=0), updates=1)
+    initial = str(Path(straight.run_dir) / "checkpoints" / "last" / "policy") if tuned else None
+    config = replace(recipe, data=DataConfig(paths=(str(folder),), validation_fraction=0), initial_policy=initial, updates=1)
     assert run_sft(config) == 0
-    (folder / "episode_000002.hdf5").unlink()
-    with pytest.raises(ConfigError, match=r"was trained with statistics .* episodes were added, removed or changed"):
+    names = [folder / f"episode_00000{number}.hdf5" for number in range(3)]
+    names[0].rename(folder / "episode_000003.hdf5")  # the same episodes in another order
+    with pytest.raises(DatasetError, match=r"samples_sha256 is .* Episodes were added, removed or changed since"):
+        run_sft(config)
+    (folder / "episode_000003.hdf5").rename(names[0])
+    assert run_sft(config) == 0
+    names[2].unlink()
+    with pytest.raises(DatasetError, match=r"num_samples is \d+, the checkpoint has \d+; .* Episodes were added, removed or changed since"):
         run_sft(config)
 
 
@@ -224,6 +273,15 @@ def test_another_recipe_in_the_same_directory_is_refused(recipe: SftConfig) -> N
     assert run_sft(replace(recipe, updates=1)) == 0
     with pytest.raises(ConfigError, match=r"holds a run of another recipe(?s:.)*seed: 0 -> 1"):
         run_sft(replace(recipe, updates=1, seed=1))
+
+
+def test_training_that_diverges_ends_with_a_remedy_and_no_traceback(
+    recipe: SftConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(to_plain(replace(recipe, updates=40))))
+    assert main(["sft", str(path), "--engine.lr", "1e36"]) == 2
+    assert "start again in a new run_dir with a lower engine.lr" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,21 @@ def last_checkpoint(checkpoints: Path) -> Path | None:
     return checkpoints / f"step_{steps[-1]}" if steps else None
 
 
+def resume_last(engine: Engine, checkpoints: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Restore an engine from the newest checkpoint of its own run; returns its folder and `extra`, None where there is none.
+
+    Rank 0 then points `last` to it: a kill between rename and pointer left it behind, and so does removing a damaged step, but what is
+    evaluated, and what the next phase takes, is where `last` points. Raises CheckpointError, see `load_checkpoint`.
+    """
+    folder = last_checkpoint(checkpoints)
+    if folder is None:
+        return None
+    extra = load_checkpoint(engine, folder)
+    if engine.world.leads and (checkpoints / "last").resolve() != folder.resolve():
+        _point_to(folder)
+    return folder, extra
+
+
 def verify_checkpoint(folder: Path) -> dict[str, Any]:
     """Check that every file is there with the size it was written with; returns the content of `trainer.json`.
 
@@ -159,6 +174,11 @@ def _seal(folder: Path) -> None:
 def _publish(temporary: Path, target: Path) -> None:
     """Rename the folder into place, then the pointer."""
     os.replace(temporary, target)
+    _point_to(target)
+
+
+def _point_to(target: Path) -> None:
+    """Move the pointer `last`."""
     pointer = target.parent / ".last.tmp"
     pointer.unlink(missing_ok=True)
     pointer.symlink_to(target.name)

@@ -29,6 +29,7 @@ from vla_rl.engine.selection import plain_weights, select_trainable
 from vla_rl.engine.sharding import ENTRY_POINTS, compute_context, free_gathered, shard
 from vla_rl.engine.tensors import local_tensor
 from vla_rl.engine.world import World, open_world
+from vla_rl.errors import UserError
 from vla_rl.policies.base import LossSums
 from vla_rl.telemetry.pulse import mark_progress
 
@@ -40,6 +41,10 @@ MAX_SKIPPED_IN_A_ROW = 20
 
 class EngineError(RuntimeError):
     """The engine was called in a way that would train on something else than what was asked."""
+
+
+class DivergedError(UserError):
+    """Training that no update helps any more."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,8 @@ class Engine:
 
         `factors` scales the learning rate of a group, by the prefix that the engine was made with, or of all other parameters (`""`);
         0 holds them still, weight decay included.
-        A norm that is not finite skips the update: counted in `skipped`, reported, and the version stays.
+        A norm that is not finite skips the update: counted in `skipped`, reported, and the version stays. Raises DivergedError after
+        `MAX_SKIPPED_IN_A_ROW` of them.
         """
         rate = learning_rate(self.config, self.updates, self.total_updates)
         for name, group in zip(self._group_names, self.optimizer.param_groups, strict=True):
@@ -208,9 +214,9 @@ class Engine:
         self.skipped += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise EngineError(
-                f"the gradient norm was not finite in {self._skipped_in_a_row} updates in a row up to update {self.updates}; "
-                "go back to an earlier checkpoint with a lower engine.lr, or check the data for values that are not finite"
+            raise DivergedError(
+                f"the gradient norm was not finite in {self._skipped_in_a_row} updates in a row up to update {self.updates + 1}; start "
+                "again in a new run_dir with a lower engine.lr (initial_policy goes on from an earlier checkpoint)"
             )
 
     def _sync_gradients(self, sync: bool) -> None:

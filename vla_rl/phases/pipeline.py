@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from vla_rl.collection.collect import CollectConfig, run_collect
+from vla_rl.collection.collect import CollectConfig, free_to_change, run_collect
 from vla_rl.collection.operators import ReplayOperator
 from vla_rl.collection.plan import plan_demonstrations
 from vla_rl.config import ConfigError, build, to_plain
@@ -21,11 +21,11 @@ from vla_rl.eval.protocol import get_protocol
 from vla_rl.eval.report import write_report
 from vla_rl.eval.runner import run_eval
 from vla_rl.phases.dagger import DaggerConfig, dagger_recipes
-from vla_rl.phases.rl import run_rl
+from vla_rl.phases.rl import FREE_TO_CHANGE, run_rl
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_specs import training_scenes
 from vla_rl.phases.sft import SftConfig, run_sft
-from vla_rl.telemetry.run_directory import RunDirectory
+from vla_rl.telemetry.run_directory import RunDirectory, require_same_recipe
 
 PLACEHOLDER = "{run_dir}"
 """Replaced by the pipeline's `run_dir` in every text value of its phases, so that one key moves the whole run."""
@@ -99,7 +99,7 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         if not self.phases:
             raise ConfigError("phases is empty; give at least one, such as {command: eval, recipe: {...}}")
-        folders = [_filled(phase.recipe.run_dir, str(Path(self.run_dir))) for phase in self.phases]
+        folders = [str(Path(_filled(phase.recipe.run_dir, str(Path(self.run_dir))))) for phase in self.phases]
         twice = sorted({folder for folder in folders if folders.count(folder) > 1})
         if twice:
             raise ConfigError(f"two phases share the run_dir {', '.join(twice)}; give each its own")
@@ -112,13 +112,15 @@ class PipelineConfig:
 def run_pipeline(config: PipelineConfig) -> int:
     """Run every phase in order and write the report; stops at the first phase whose exit status is not 0 and returns it.
 
-    Each phase resumes in its own run directory, so starting the pipeline again goes on where it stopped.
+    Each phase resumes in its own run directory, so starting the pipeline again goes on where it stopped. What may change in a recipe
+    meanwhile is what its command lets change.
     """
     console = Console(stderr=True)
     recipes = [recipe for phase in config.phases for recipe in _recipes(_in_run_dir(phase.recipe, config.run_dir))]
     for recipe in recipes:
         check_phase(recipe)
-    with RunDirectory.open(config.run_dir, config) as run:
+    phase_recipes = [f"phases[{number}].recipe" for number in range(len(config.phases))]  # checked one by one
+    with RunDirectory.open(config.run_dir, config, phase_recipes) as run:
         for number, recipe in enumerate(recipes, start=1):
             console.rule(f"[{number}/{len(recipes)}] {COMMANDS[type(recipe)]}: {recipe.run_dir}", align="left")
             status = _run_phase(recipe)
@@ -137,8 +139,10 @@ def _recipes(recipe: Recipe | DaggerConfig) -> Sequence[Recipe]:
 def check_phase(recipe: Recipe) -> None:
     """Find what can be found before anything runs, so that a misspelt task of the last phase does not cost the first ones.
 
-    Raises SpecError, ProtocolError or ConfigError for suites, tasks, protocols, goals and devices that do not exist.
+    Raises SpecError, ProtocolError or ConfigError for suites, tasks, protocols, goals and devices that do not exist, and for a phase that
+    has already run with another recipe.
     """
+    require_same_recipe(Path(recipe.run_dir), recipe, _free_to_change(recipe))
     if isinstance(recipe, CollectConfig):
         if not isinstance(recipe.operator, ReplayOperator):  # what it replays may be recorded by an earlier phase
             plan_demonstrations(recipe)
@@ -148,6 +152,13 @@ def check_phase(recipe: Recipe) -> None:
         device_kind(recipe.engine.device, "engine.device")
     elif recipe.actor != "replay":  # what it replays may be recorded by an earlier phase
         plan_episodes(recipe, get_protocol(recipe.protocol))
+
+
+def _free_to_change(recipe: Recipe) -> Sequence[str]:
+    """The key paths that the phase's own command lets change when it goes on."""
+    if isinstance(recipe, CollectConfig):
+        return free_to_change(recipe)
+    return FREE_TO_CHANGE if isinstance(recipe, RlConfig) else ()
 
 
 def _run_phase(recipe: Recipe) -> int:

@@ -36,6 +36,9 @@ from vla_rl.sim.pool import MakeEnv
 from vla_rl.telemetry.run_directory import RunDirectory
 from vla_rl.telemetry.spans import SpanLog, close_span_log, open_span_log, span
 
+FREE_TO_CHANGE = ("steps",)
+"""A finished run may go on: no rate depends on its length."""
+
 
 @dataclass
 class _Run:
@@ -160,8 +163,7 @@ def _measures_noise(rl: _Run) -> bool:
 
 def _prepare(config: RlConfig, make_env: MakeEnv, make_trainer: MakeTrainer, stack: ExitStack) -> _Run:
     """Everything up to the first step: the roles, connected by weights, and the last checkpoint if there is one."""
-    longer = ("steps",)  # a finished run may go on: no rate depends on its length
-    run = stack.enter_context(RunDirectory.open(config.run_dir, config, longer))
+    run = stack.enter_context(RunDirectory.open(config.run_dir, config, FREE_TO_CHANGE))
     scenes = training_scenes(config)
     backend = stack.enter_context(closing(open_backend(config.cluster, run.path, run.spans_file, ROLES)))
     crew = Crew(config, backend, make_env, make_trainer, open_meeting(backend, stack))

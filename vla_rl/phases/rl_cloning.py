@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vla_rl.config import ConfigError
-from vla_rl.datasets.loader import TrainLoader, open_datasets
+from vla_rl.datasets.loader import TrainLoader, open_datasets, require_made_for
 from vla_rl.datasets.samples import SampleBatch
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.sft import noise_seeds
@@ -33,12 +32,13 @@ class CloningStream:
 
 
 def open_cloning(config: RlConfig, policy: PolicyModule) -> CloningStream:
-    """The stream of a recipe. The policy keeps its own statistics. Raises ConfigError for pictures of another size than it was made for."""
+    """The stream of a recipe. The policy keeps its own statistics.
+
+    Raises ConventionMismatch or DatasetError for episodes of other conventions, rate or resolution than the policy was made for.
+    """
     assert config.demonstrations is not None, "called where there are some"
     dataset, _ = open_datasets(config.demonstrations)
-    found = dataset.infos[0].resolution
-    if found != policy.spec.resolution:
-        raise ConfigError(f"demonstrations has pictures of {found} px, the initial policy was made for {policy.spec.resolution} px")
+    require_made_for(dataset, config.initial_policy, policy.spec.conventions, policy.spec.resolution)
     size = config.algorithm.cloning.global_batch_size
     loader = TrainLoader(
         dataset,

@@ -16,7 +16,7 @@ from torch import Tensor
 from vla_rl.cluster.backend import Held, Parcel, Sealed
 from vla_rl.cluster.rendezvous import Rendezvous
 from vla_rl.config import ConfigError
-from vla_rl.engine.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from vla_rl.engine.checkpoint import resume_last, save_checkpoint
 from vla_rl.engine.engine import Engine
 from vla_rl.engine.offload import Offload
 from vla_rl.engine.world import World, close_world, open_world
@@ -58,10 +58,10 @@ class TrainerRank:
     def resume(self, checkpoints: Path) -> tuple[dict[str, Any] | None, list[Rollout]]:
         """Go on from the last checkpoint: what the driver saved (None without one), and rollouts whose episodes rank 0's `restored`
         hands out."""
-        folder = last_checkpoint(checkpoints)
-        if folder is None:
+        resumed = resume_last(self.learner.engine, checkpoints)
+        if resumed is None:
             return None, []
-        extra = load_checkpoint(self.learner.engine, folder)
+        folder, extra = resumed
         if self._cloning is not None:
             self._cloning.load_state_dict(extra["cloning"])
         holds = extra["pending"] and self.learner.engine.world.leads

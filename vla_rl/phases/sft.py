@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from vla_rl.config import ConfigError
-from vla_rl.datasets.loader import DataConfig, TrainLoader, open_datasets
+from vla_rl.datasets.loader import DataConfig, TrainLoader, open_datasets, require_made_for
 from vla_rl.datasets.samples import EpisodeDataset, SampleBatch
 from vla_rl.datasets.stats import compute_statistics
-from vla_rl.engine.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
+from vla_rl.engine.checkpoint import resume_last, save_checkpoint
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine, LossResult, StepResult
 from vla_rl.engine.world import World, close_world, open_world
@@ -59,7 +59,7 @@ class SftConfig:
     """Family and sizes."""
     initial_policy: str | None = None
     """Folder of a saved policy to start from (its statistics are kept); none starts from random weights.
-    Its sizes replace `policy`."""
+    Its sizes replace `policy`. The episodes must have the conventions, rate and resolution that it was made for."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Optimizer, schedule, precision, what learns."""
     seed: int = 0
@@ -200,9 +200,14 @@ def _make_loader(config: SftConfig, dataset: EpisodeDataset, chunk_length: int, 
 
 
 def _make_policy(config: SftConfig, dataset: EpisodeDataset, run: RunDirectory, world: World) -> PolicyModule:
-    """Statistics are fixed here, once: the dataset's, or those that the initial policy was trained with."""
+    """Statistics are fixed here, once: the dataset's, or those that the initial policy was trained with.
+
+    Raises ConventionMismatch or DatasetError for an initial policy that was made for other episodes than the dataset's.
+    """
     if config.initial_policy is not None:
-        return load_policy(config.initial_policy)
+        policy = load_policy(config.initial_policy)
+        require_made_for(dataset, config.initial_policy, policy.spec.conventions, policy.spec.resolution)
+        return policy
     first = dataset.infos[0]
     spec = policy_spec(config.policy, first.resolution, first.conventions)
     statistics = compute_statistics(dataset)
@@ -211,18 +216,22 @@ def _make_policy(config: SftConfig, dataset: EpisodeDataset, run: RunDirectory, 
 
 
 def _resume(training: _Training) -> None:
-    """Go on from the last checkpoint. Raises ConfigError when the statistics of the data are no longer those it was trained with."""
-    folder = last_checkpoint(training.run.checkpoints)
-    if folder is None:
+    """Go on from the last checkpoint.
+
+    Raises DatasetError when the episodes are no longer those it was trained on, ConfigError for an initial policy with other statistics.
+    """
+    resumed = resume_last(training.engine, training.run.checkpoints)
+    if resumed is None:
         return
-    extra = load_checkpoint(training.engine, folder)
+    folder, extra = resumed
+    training.loader.load_state_dict(extra["loader"])
     ours = training.policy.processor.statistics.sha256
     if extra["statistics_sha256"] != ours:
+        source = training.config.initial_policy or "the data"
         raise ConfigError(
-            f"{folder} was trained with statistics {extra['statistics_sha256'][:12]}, the data now give {ours[:12]}: episodes were added, "
-            "removed or changed; restore them, or start a new run_dir (initial_policy goes on from saved weights)"
+            f"{folder} was trained with statistics {extra['statistics_sha256'][:12]}, {source} now has {ours[:12]}: it was changed since; "
+            "restore it, or start a new run_dir"
         )
-    training.loader.load_state_dict(extra["loader"])
 
 
 def _save(training: _Training) -> int:

@@ -82,12 +82,21 @@ class RunDirectory:
 
 def _keep_recipe(path: Path, config: Any, free: Sequence[str]) -> None:
     """Write `config.yaml`, or compare with the one that is there; see `RunDirectory.open`."""
-    resolved, file = to_plain(config), path / "config.yaml"
-    known = file.exists() and _has_results(path)
-    if known:
-        _require_same(path, with_defaults(config, read_yaml(file)), resolved, (*FREE_TO_CHANGE, *free))
-    if not known or free:
-        write_text(file, yaml.safe_dump(resolved, sort_keys=False))
+    require_same_recipe(path, config, free)
+    if free or not _is_bound(path):
+        write_text(path / "config.yaml", yaml.safe_dump(to_plain(config), sort_keys=False))
+
+
+def require_same_recipe(path: Path, config: Any, free: Sequence[str] = ()) -> None:
+    """Raise ConfigError naming every differing key if the directory holds a run of another recipe; `free` as in `RunDirectory.open`."""
+    if _is_bound(path):
+        recorded = with_defaults(config, read_yaml(path / "config.yaml"))
+        _require_same(path, recorded, to_plain(config), (*FREE_TO_CHANGE, *free))
+
+
+def _is_bound(path: Path) -> bool:
+    """Whether the directory belongs to the recipe in it."""
+    return (path / "config.yaml").exists() and _has_results(path)
 
 
 def _keep_environment(path: Path) -> None:
