@@ -102,6 +102,8 @@ def _charts(found: Mapping[str, Curve]) -> str:
             groups["parts of the loss"][name.removeprefix("loss_")] = curve
         elif name.endswith("success_rate") or name == "success":
             groups["success rate"][name] = curve
+        elif name.startswith("first_picture_loss/"):
+            groups.setdefault("loss of first pictures", {})[name.partition("/")[2].replace("_", " ")] = curve
         elif name.startswith("success/"):
             groups["success by task"][name.removeprefix("success/")] = curve
         elif len({value for _, value in curve}) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from vla_rl.actors import scripted_actor
@@ -15,11 +16,10 @@ from vla_rl.sim.reach_expert import ReachExpert
 FRAME_EVERY = 2
 
 
-def record_reach(folder: Path, episodes: int, noise: float = 0.3, resolution: int = 64) -> None:
-    """Write `episodes` demonstrations, each of another scene, with a picture before every second action."""
-    specs = [
-        EpisodeSpec("reach", 0, f"sampled:{seed}", "demonstrations", StepProtocol(max_steps=60, settle_steps=0)) for seed in range(episodes)
-    ]
+def record_reach(folder: Path, episodes: int, noise: float = 0.3, resolution: int = 64, tasks: Sequence[int] = (0,)) -> None:
+    """Write `episodes` demonstrations, each of another scene, with a picture before every second action; the tasks take turns."""
+    protocol = StepProtocol(max_steps=60, settle_steps=0)
+    specs = [EpisodeSpec("reach", tasks[seed % len(tasks)], f"sampled:{seed}", "demonstrations", protocol) for seed in range(episodes)]
     actor = scripted_actor(lambda spec: ReachExpert(spec, noise, seed=spec.init_number))
     pool = make_pool(PoolConfig(backend="serial", workers=1), EnvConfig(kind="reach", resolution=resolution))
     store = EpisodeStore(folder)

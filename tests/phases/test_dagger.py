@@ -27,7 +27,8 @@ from vla_rl.episode import VIEWS, Episode, EpisodeSpec, StepProtocol
 from vla_rl.eval.config import EvalConfig, EvaluatedPolicy
 from vla_rl.phases.dagger import DaggerConfig, dagger_recipes
 from vla_rl.phases.rl_batches import TrainingRows, rank_of_rows, row_scalars, training_rows
-from vla_rl.phases.sft import SftConfig, _count, noise_seeds, training_batch
+from vla_rl.phases.sft import SftConfig
+from vla_rl.phases.sft_batches import noise_seeds, target_count, training_batch
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policy_actor import PolicyActor
@@ -139,7 +140,7 @@ def require_weighted_mean(corrected: str, demonstrations: str, policy_folder: Pa
         alone = [policy.sft_loss(training_batch(policy, samples, slice(row, row + 1)), seeds[row : row + 1]) for row in range(4)]
     counts = samples.action_mask_BC.sum(1) * samples.weight_B * 7
     means = np.array([float(sums.loss_sum) / float(sums.count) for sums in alone])
-    assert float(together.count) == counts.sum() == _count((training_batch(policy, samples, slice(None)), seeds))
+    assert float(together.count) == counts.sum() == target_count((training_batch(policy, samples, slice(None)), seeds))
     assert float(together.loss_sum) / counts.sum() == pytest.approx((means * counts).sum() / counts.sum(), rel=FLOAT32)
 
 

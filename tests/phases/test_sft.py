@@ -30,7 +30,8 @@ from vla_rl.phases import sft
 from vla_rl.phases.evaluation import EvaluationConfig
 from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.phases.progress import UpdateProgress
-from vla_rl.phases.sft import SftConfig, noise_seeds, run_sft
+from vla_rl.phases.sft import SftConfig, run_sft
+from vla_rl.phases.sft_batches import noise_seeds
 from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.checkpoint import OWN_FILE, load_policy
 from vla_rl.policies.pi0.config import Pi0Config

@@ -7,7 +7,7 @@ from typing import Any
 from vla_rl.datasets.loader import TrainLoader, open_datasets, require_made_for
 from vla_rl.datasets.samples import SampleBatch
 from vla_rl.phases.rl_config import RlConfig
-from vla_rl.phases.sft import noise_seeds
+from vla_rl.phases.sft_batches import noise_seeds
 from vla_rl.policies.module import PolicyModule
 
 

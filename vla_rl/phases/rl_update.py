@@ -26,7 +26,7 @@ from vla_rl.engine.sharding import compute_context
 from vla_rl.episode import ACTION_DIM
 from vla_rl.phases.rl_batches import Advantages, TrainingRows
 from vla_rl.phases.rl_loss import MicroBatch, Targets, row_loss
-from vla_rl.phases.sft import training_batch
+from vla_rl.phases.sft_batches import training_batch
 from vla_rl.policies.base import LossSums, ScoredTransitions
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.module import PolicyModule

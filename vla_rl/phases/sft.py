@@ -7,17 +7,13 @@ interrupted or killed goes on bit for bit when it is started again, and a global
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from vla_rl.config import ConfigError
 from vla_rl.datasets.loader import DataConfig, TrainLoader, open_datasets, require_made_for
@@ -27,13 +23,13 @@ from vla_rl.engine.checkpoint import resume_last, save_checkpoint
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine, LossResult, StepResult
 from vla_rl.engine.world import World, close_world, open_world
-from vla_rl.episode import ACTION_DIM
 from vla_rl.phases.action_tokenizer import tokenizer_folder
 from vla_rl.phases.evaluation import EvaluationConfig, evaluate_checkpoint
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
 from vla_rl.phases.loggers import LoggerConfig, MetricLog, owes_evaluation
 from vla_rl.phases.progress import UpdateProgress
-from vla_rl.policies.base import Batch, LossSums
+from vla_rl.phases.sft_batches import MicroBatch, noise_draws, supervised_loss, target_count, training_batch
+from vla_rl.phases.sft_validation import OTHER_PROMPT, OWN_PROMPT, Validation, prompt_verdict, validation_losses
 from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.factory import PolicyConfig, make_policy, policy_spec
 from vla_rl.policies.flow_policy import FlowPolicy
@@ -42,9 +38,6 @@ from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.telemetry.files import read_jsonl
 from vla_rl.telemetry.run_directory import RunDirectory
 from vla_rl.telemetry.spans import close_span_log, leaf_shares, open_span_log, span
-
-MicroBatch = tuple[Batch, list[int]]
-"""Model inputs and the noise seeds of the rows, draw after draw."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,8 @@ class SftConfig:
     """Noises and flow times per sample and update, over one prefix; at least 1. More give a steadier gradient and cost passes of the action
     expert only. Policies that denoise (pi0, pi0.5, groot); 1 for token policies."""
     validate_every: int = 200
-    """Updates between two validation losses; 0 turns them off, as does data.validation_fraction 0."""
+    """Updates between two validation losses; 0 turns them off, as does data.validation_fraction 0. Where the held-out episodes have several
+    prompts, their first pictures get losses of their own, under their prompt and under another one: alike, the policy does not read it."""
     validation_samples: int = 256
     """Most samples of a validation loss, evenly spaced over the held-out episodes; at least 1."""
     checkpoint_every: int = 500
@@ -111,7 +105,7 @@ class _Training:
     policy: PolicyModule
     engine: Engine
     loader: TrainLoader
-    validation: EpisodeDataset | None
+    validation: Validation | None
 
 
 def run_sft(config: SftConfig) -> int:
@@ -151,7 +145,7 @@ def _train(training: _Training, interrupt: Interrupt, log: MetricLog | None, pro
             with span("preprocess"):
                 micro_batches = _micro_batches(training, samples)
             with span("forward_backward"):
-                result = engine.forward_backward(micro_batches, _loss, _count)
+                result = engine.forward_backward(micro_batches, supervised_loss, target_count)
             with span("optimizer"):
                 step = engine.optim_step()
             with span("log"):
@@ -159,7 +153,7 @@ def _train(training: _Training, interrupt: Interrupt, log: MetricLog | None, pro
                 progress.advance(engine.updates, f"loss {result.loss:.4f}")
             if training.validation is not None and _due(engine.updates, config.validate_every):
                 with span("validation"):
-                    _log_values(log, engine.updates, {"validation_loss": validation_loss(training)})
+                    _log_values(log, engine.updates, validation_losses(engine, training.policy, training.validation))
             if _due(engine.updates, config.checkpoint_every):
                 with span("checkpoint"):
                     saved_at = _save(training)
@@ -187,9 +181,14 @@ def _prepare(config: SftConfig, stack: ExitStack) -> _Training:
         raise ConfigError(f"noise_draws is {config.noise_draws}, but a {policy.config.family!r} policy denoises nothing; set it to 1")
     engine = Engine(policy, config.engine, config.updates, world)
     loader = _make_loader(config, dataset, policy.spec.chunk_length, world)
-    training = _Training(config, world, run, policy, engine, loader, validation if config.validate_every else None)
+    held_out = None if validation is None or not config.validate_every else _held_out(config, validation)
+    training = _Training(config, world, run, policy, engine, loader, held_out)
     _resume(training)
     return training
+
+
+def _held_out(config: SftConfig, dataset: EpisodeDataset) -> Validation:
+    return Validation(dataset, config.seed, config.validation_samples, config.micro_batch_size_per_rank, config.noise_draws)
 
 
 def _make_loader(config: SftConfig, dataset: EpisodeDataset, chunk_length: int, world: World) -> TrainLoader:
@@ -249,67 +248,10 @@ def _micro_batches(training: _Training, samples: SampleBatch) -> list[MicroBatch
     """This rank's samples as model inputs, each row with the noise seeds of its place in the global batch."""
     config, rows = training.config, len(samples.observations)
     places = range(training.world.rank * rows, (training.world.rank + 1) * rows)
-    streams = [f"update {samples.update}"] + [f"update {samples.update} draw {draw}" for draw in range(1, config.noise_draws)]
-    seeds_K = [noise_seeds(config.seed, stream, places) for stream in streams]
+    seeds_K = noise_draws(config.seed, f"update {samples.update}", places, config.noise_draws)
     parts = [slice(start, start + config.micro_batch_size_per_rank) for start in range(0, rows, config.micro_batch_size_per_rank)]
-    return [(_inputs(training, samples, part), [seed for seeds in seeds_K for seed in seeds[part]]) for part in parts]
-
-
-def _inputs(training: _Training, samples: SampleBatch, rows: slice) -> Batch:
-    return training_batch(training.policy, samples, rows).to(training.world.device)
-
-
-def training_batch(policy: PolicyModule, samples: SampleBatch, rows: slice) -> Batch:
-    """Some rows of samples as a policy takes them, with their weights in the loss where they are not all 1."""
-    batch = policy.preprocess(samples.observations[rows], samples.actions_BCA[rows], samples.action_mask_BC[rows])
-    weight_B = samples.weight_B[rows]
-    return batch if (weight_B == 1).all() else replace(batch, weight_B=torch.from_numpy(weight_B).to(batch.state_BS.device))
-
-
-def noise_seeds(seed: int, stream: str, places: Sequence[int]) -> list[int]:
-    """A 63-bit seed for each place of a global batch, from (seed, stream, place) and nothing else."""
-    digests = (hashlib.sha256(f"sft:{seed}:{stream}:{place}".encode()).digest() for place in places)
-    return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
-
-
-def _loss(policy: PolicyModule, micro_batch: MicroBatch) -> LossSums:
-    return policy.sft_loss(*micro_batch)
-
-
-def _count(micro_batch: MicroBatch) -> float:
-    """What `sft_loss` will count: the weighted numbers of all real actions (the engine compares the two)."""
-    mask_BC, weight_B = micro_batch[0].action_mask_BC, micro_batch[0].weight_B
-    assert mask_BC is not None, "training batches have actions"
-    counts_B = mask_BC.sum(1) if weight_B is None else mask_BC.sum(1) * weight_B
-    return float(counts_B.sum()) * ACTION_DIM
-
-
-def validation_loss(training: _Training) -> float:
-    """The loss on held-out samples with noise that is the same at every update, with the averaged weights where there are some."""
-    engine, world, dataset = training.engine, training.world, training.validation
-    assert dataset is not None, "called only where there is held-out data"
-    places = _validation_places(len(dataset), training.config.validation_samples, world)
-    sums = np.zeros(2)
-    with engine.averaged_weights():
-        for start in range(0, len(places), training.config.micro_batch_size_per_rank):
-            chosen = places[start : start + training.config.micro_batch_size_per_rank]
-            samples = dataset.batch(dataset.columns(chosen, training.policy.spec.chunk_length))
-            batch = _inputs(training, samples, slice(None))
-            seeds = noise_seeds(training.config.seed, "validation", chosen.tolist())
-            result = engine.infer(lambda policy, batch=batch, seeds=seeds: policy.sft_loss(batch, seeds))
-            sums += [float(result.loss_sum), float(result.count)]
-    loss_sum, count = world.sum(sums.tolist())
-    return loss_sum / count
-
-
-def _validation_places(samples: int, most: int, world: World) -> np.ndarray:
-    """int64: this rank's samples; every rank gets equally many, because every rank must enter the policy equally often."""
-    chosen = np.unique(np.linspace(0, samples - 1, min(samples, most)).round().astype(np.int64))
-    if len(chosen) < world.size:
-        raise ConfigError(
-            f"{samples} validation samples cannot be shared by {world.size} ranks; raise data.validation_fraction, or set it to 0"
-        )
-    return chosen[: len(chosen) // world.size * world.size][world.rank :: world.size]
+    batches = (training_batch(training.policy, samples, part).to(training.world.device) for part in parts)
+    return [(batch, [seed for seeds in seeds_K for seed in seeds[part]]) for batch, part in zip(batches, parts)]
 
 
 def _evaluate(training: _Training, interrupt: Interrupt) -> dict[str, float]:
@@ -356,3 +298,5 @@ def _report(training: _Training) -> None:
     print(f"sft: {done}, {training.engine.skipped} skipped; checkpoint {training.run.checkpoints / 'last'}", file=sys.stderr)
     if parts:
         print(f"sft: time of an update: {parts}", file=sys.stderr)
+    if compared := [row for row in read_jsonl(training.run.metrics_file) if OTHER_PROMPT in row]:
+        print(f"sft: {prompt_verdict(compared[-1][OWN_PROMPT], compared[-1][OTHER_PROMPT])}", file=sys.stderr)
