@@ -116,4 +116,4 @@ def test_one_prompt_has_no_other(recipe: SftConfig, reach_demonstrations: Path) 
 
 def test_the_verdict_names_a_policy_that_does_not_read() -> None:
     assert prompt_verdict(0.5, 2.0) == "first pictures of held-out episodes: loss 0.5 under their prompt, 2 under another one"
-    assert "0.55 under another one; the policy hardly reads its prompt (docs/policies.md" in prompt_verdict(0.5, 0.55)
+    assert "0.7 under another one; the policy hardly reads its prompt (docs/policies.md" in prompt_verdict(0.5, 0.7)
