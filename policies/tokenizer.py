@@ -24,6 +24,14 @@ class TokenizerError(UserError):
     """A tokenizer that cannot be read, or a prompt that does not fit."""
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A file of the `tokenizers` library. Raises TokenizerError for one that it cannot read."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise TokenizerError(f"{path} is no tokenizer ({error}); the file is damaged or truncated, restore it") from error
+
+
 class PromptTokenizer:
     """Turns prompts into padded token rows; remembers the prompts it has seen, because tasks repeat them."""
 
@@ -33,7 +41,7 @@ class PromptTokenizer:
         path = self.folder / TOKENIZER_FILE
         if not path.is_file():
             raise TokenizerError(f"{path} does not exist; a tokenizer folder holds {TOKENIZER_FILE}")
-        self.tokenizer = Tokenizer.from_file(str(path))
+        self.tokenizer = read_tokenizer(path)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self._rows: dict[str, list[int]] = {}
