@@ -208,6 +208,8 @@ def test_wrong_urls_and_options_are_named(tmp_path: Path, capsys: pytest.Capture
         open_client("http://localhost:8000", 1.0)
     with pytest.raises(RemoteError, match=r"Port out of range .* write ws://HOST:PORT"):
         open_client("ws://localhost:99999", 1.0)
+    with pytest.raises(RemoteError, match=r"no openpi policy server answers at ws://\.host:8000"):
+        open_client("ws://.host:8000", 1.0)
     with pytest.raises(RemoteError, match="no address to connect to"):
         open_client("tcp://localhost", 1.0)
     for values, said in (
