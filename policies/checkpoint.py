@@ -28,7 +28,7 @@ from vla_rl.policies.lerobot_files import TOKENIZER_FOLDER, read_statistics, wri
 from vla_rl.policies.lerobot_policy import load_lerobot_policy
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.pi0.imported import PI0_TYPES
-from vla_rl.policies.published import CONFIG_FILE, OWN_FILE, Layout, detect_layout, published_policy, read_json, resolve_folder
+from vla_rl.policies.published import CONFIG_FILE, OWN_FILE, Layout, detect_layout, published_policy, read_json, reading, resolve_folder
 from vla_rl.policies.strict_load import load_weights
 from vla_rl.policies.tensor_files import INDEX_FILE, WEIGHTS_FILE, CheckpointError
 from vla_rl.telemetry.files import fsync, write_json
@@ -79,7 +79,8 @@ def meta_policy(folder: Path) -> PolicyModule:
 
     Raises CheckpointError, StatisticsError or ConfigError naming what is wrong.
     """
-    return _own_policy(folder) if (folder / OWN_FILE).is_file() else published_policy(folder)
+    with reading(folder):
+        return _own_policy(folder) if (folder / OWN_FILE).is_file() else published_policy(folder)
 
 
 def _own_policy(folder: Path) -> PolicyModule:

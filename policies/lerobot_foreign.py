@@ -14,7 +14,7 @@ from typing import Any
 from vla_rl.conventions import Conventions
 from vla_rl.policies.base import PolicySpec
 from vla_rl.policies.lerobot_files import chunk_sizes, policy_views
-from vla_rl.policies.published import read_json, relative_parts
+from vla_rl.policies.published import read_json, reading, relative_parts
 from vla_rl.policies.tensor_files import CheckpointError
 
 PREPROCESSOR_FILE, POSTPROCESSOR_FILE = "policy_preprocessor.json", "policy_postprocessor.json"
@@ -29,11 +29,12 @@ def foreign_spec(folder: Path, fields: Mapping[str, Any]) -> PolicySpec:
 
     Raises CheckpointError for what LIBERO does not have, and for actions relative to the state.
     """
-    _refuse_relative(folder, fields)
-    views, resolution = policy_views(folder, fields)
-    chunk_length, executed_horizon = chunk_sizes(folder, fields)
-    if fields["type"] == "groot":
-        chunk_length, executed_horizon = _groot_sizes(folder, fields, executed_horizon)
+    with reading(folder):
+        _refuse_relative(folder, fields)
+        views, resolution = policy_views(folder, fields)
+        chunk_length, executed_horizon = chunk_sizes(folder, fields)
+        if fields["type"] == "groot":
+            chunk_length, executed_horizon = _groot_sizes(folder, fields, executed_horizon)
     return PolicySpec(chunk_length, executed_horizon, views, resolution, Conventions())
 
 

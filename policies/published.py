@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from vla_rl.errors import UserError
 from vla_rl.policies.module import PolicyModule
 from vla_rl.policies.tensor_files import WEIGHTS_FILE, CheckpointError
 
@@ -112,6 +114,24 @@ def published_policy(folder: Path) -> PolicyModule:
             return lerobot_pi0(folder)
         raise CheckpointError(f"{folder} is LeRobot's {family!r}: it can act and be served, but vla-rl has no such family to train")
     return openvla_oft(folder)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Inside the block, an entry that a folder's files lack, or hold in another form than who wrote them does, is a CheckpointError.
+
+    Other systems' files have dozens of entries, and other releases of these systems have others.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        what = f"there is no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{folder}: its files do not say what a checkpoint of its kind says ({what}); restore the files that were saved with the "
+            "weights, or take those of a release that docs/policies.md names"
+        ) from error
 
 
 def norm_stats_files(folder: Path) -> list[Path]:

@@ -83,7 +83,9 @@ def _header(path: Path) -> dict[str, TensorInfo]:
 def _sharded(index: Path) -> dict[str, TensorInfo]:
     try:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise TypeError("weight_map does not name a file for every tensor")
+    except (ValueError, KeyError, TypeError) as error:  # no JSON and no UTF-8 are ValueErrors
         raise CheckpointError(f"{index} is no index of tensors ({error}); it is damaged or truncated, restore the checkpoint") from error
     absent = sorted({name for name in places.values() if not (index.parent / name).is_file()})
     if absent:

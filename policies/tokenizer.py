@@ -24,16 +24,28 @@ class TokenizerError(UserError):
     """A tokenizer that cannot be read, or a prompt that does not fit."""
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A file of the `tokenizers` library. Raises TokenizerError for one that it cannot read."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise TokenizerError(f"{path} is no tokenizer ({error}); the file is damaged or truncated, restore it") from error
+
+
 class PromptTokenizer:
     """Turns prompts into padded token rows; remembers the prompts it has seen, because tasks repeat them."""
 
-    def __init__(self, folder: str | Path, length: int) -> None:
-        """`folder` holds `tokenizer.json`; every row gets `length` tokens. Raises TokenizerError."""
+    def __init__(self, folder: str | Path, length: int, setting: str = "prompt_tokens", kept: int = 0) -> None:
+        """`folder` holds `tokenizer.json`; every row gets `length` tokens. Raises TokenizerError.
+
+        Errors name `setting`, the field of a config that says `length`, together with `kept` more tokens that the caller needs itself.
+        """
         self.folder, self.length = Path(folder), length
+        self._setting, self._text, self._kept = setting, setting.removesuffix("_tokens"), kept
         path = self.folder / TOKENIZER_FILE
         if not path.is_file():
             raise TokenizerError(f"{path} does not exist; a tokenizer folder holds {TOKENIZER_FILE}")
-        self.tokenizer = Tokenizer.from_file(str(path))
+        self.tokenizer = read_tokenizer(path)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self._rows: dict[str, list[int]] = {}
@@ -57,9 +69,10 @@ class PromptTokenizer:
         if prompt not in self._rows:
             row = self.tokenizer.encode(prompt).ids
             if len(row) > self.length:
+                needed, given = len(row) + self._kept, self.length + self._kept
                 raise TokenizerError(
-                    f"the prompt needs {len(row)} tokens and there are prompt_tokens={self.length}; raise prompt_tokens to at least "
-                    f"{len(row)}, or shorten the prompt: {prompt!r}"
+                    f"the {self._text} needs {needed} tokens and there are {self._setting}={given}; raise {self._setting} to at least "
+                    f"{needed}, or shorten the {self._text}: {prompt!r}"
                 )
             if len(self._rows) >= _REMEMBERED:
                 self._rows.clear()

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+
+def require_least(config: Any, least: Mapping[str, int]) -> None:
+    """For configs. Raises ValueError for a field, or a number of a field that is a list, below its least value."""
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if min(value if isinstance(value, tuple) else (value,), default=smallest) < smallest:
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ValueError(f"{name} is {shown}, it must be at least {smallest}")
 
 
 @dataclass(frozen=True)
@@ -24,9 +34,7 @@ class TransformerConfig:
     """Width of one head; even."""
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "mlp_width", "heads", "kv_heads", "head_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        require_least(self, dict.fromkeys(("width", "depth", "mlp_width", "heads", "kv_heads", "head_width"), 1))
         for name in ("width", "head_width"):
             if getattr(self, name) % 2:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be even (sines and cosines, rotary pairs)")
@@ -42,7 +50,7 @@ class VisionConfig:
     """`patch`: SigLIP's patch embedding, shared by the views (as published). `conv`: strided convolutions, one stack per
     view, for small data."""
     image_size: int = 64
-    """Pixels of a side of the model's input."""
+    """Pixels of a side of the model's input; a multiple of `patch_size`."""
     patch_size: int = 16
     """Pixels of a side of one token's cell; divides `image_size`. For `conv` it must be 2 to the number of `conv_channels`."""
     conv_channels: tuple[int, ...] = (32, 32, 64, 64)
@@ -52,13 +60,15 @@ class VisionConfig:
     width: int = 128
     """Width of the tower's transformer layers, and of its output."""
     depth: int = 0
-    """Number of transformer layers."""
+    """Number of transformer layers; at least 0."""
     mlp_width: int = 512
     """Hidden width of their MLPs."""
     heads: int = 4
     """Attention heads; divides `width`."""
 
     def __post_init__(self) -> None:
+        require_least(self, dict.fromkeys(("image_size", "patch_size", "conv_channels", "width", "mlp_width", "heads"), 1))
+        require_least(self, {"summary_tokens": 0, "depth": 0})
         if self.image_size % self.patch_size:
             raise ValueError(f"image_size is {self.image_size}, it must be a multiple of patch_size, which is {self.patch_size}")
         if self.width % self.heads:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import Literal
 
-from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
+from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig, require_least
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.module import check_sizes
 from vla_rl.policies.noise_head import NoiseHeadConfig
@@ -61,7 +61,8 @@ class QwenVisionConfig:
     """Layers whose output is added to the image tokens of the first language layers, one each (Meng et al. 2024)."""
 
     def __post_init__(self) -> None:
-        _check_grid(self.image_size, self.patch_size, self.merge)
+        _check_vision(self)
+        require_least(self, {"deepstack": 0})
         if self.deepstack and max(self.deepstack) >= self.depth:
             raise ValueError(f"deepstack is {list(self.deepstack)}; every entry must be below depth, which is {self.depth}")
 
@@ -87,8 +88,11 @@ class QwenTextConfig:
     """Width of one head; even."""
 
     def __post_init__(self) -> None:
+        require_least(self, dict.fromkeys(("width", "mlp_width", "heads", "kv_heads", "head_width"), 1))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads is {self.heads}, it must be a multiple of kv_heads, which is {self.kv_heads}")
+        if self.head_width % 2:
+            raise ValueError(f"head_width is {self.head_width}, it must be even, because positions rotate pairs")
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class EagleVisionConfig:
     """Learned positions, a square grid that is interpolated to the image's."""
 
     def __post_init__(self) -> None:
-        _check_grid(self.image_size, self.patch_size, self.merge)
+        _check_vision(self)
         if isqrt(self.positions) ** 2 != self.positions:
             raise ValueError(f"positions is {self.positions}, it must be the square of a whole number")
 
@@ -199,9 +203,11 @@ class EagleBackboneConfig(QwenTextConfig):
         return self.vision.image_size
 
 
-def _check_grid(image_size: int, patch_size: int, merge: int) -> None:
-    if image_size % (patch_size * merge):
-        raise ValueError(f"image_size is {image_size}, it must be a multiple of patch_size * merge, which is {patch_size * merge}")
+def _check_vision(vision: QwenVisionConfig | EagleVisionConfig) -> None:
+    require_least(vision, dict.fromkeys(("image_size", "patch_size", "merge", "width", "depth", "mlp_width", "heads", "positions"), 1))
+    for name, unit, value in (("image_size", "patch_size * merge", vision.patch_size * vision.merge), ("width", "heads", vision.heads)):
+        if getattr(vision, name) % value:
+            raise ValueError(f"{name} is {getattr(vision, name)}, it must be a multiple of {unit}, which is {value}")
 
 
 BackboneConfig = ConvBackboneConfig | QwenBackboneConfig | EagleBackboneConfig

@@ -56,7 +56,7 @@ class Pi0Config:
     """Shortest period of the sines that encode flow time (4e-3 as published). Periods far below the step of the sampler
     are noise to a small network: it must learn to ignore them."""
     time_max_period: float = 4.0
-    """Longest period."""
+    """Longest period; at least the shortest, which is above 0."""
     critic: CriticConfig | None = None
     """A value head, which `vla-rl rl` adds; none for policies that only act."""
     noise_head: NoiseHeadConfig | None = None
@@ -64,6 +64,11 @@ class Pi0Config:
 
     def __post_init__(self) -> None:
         check_sizes(self)
+        if not 0 < self.time_min_period <= self.time_max_period:
+            raise ValueError(
+                f"time_min_period is {self.time_min_period} and time_max_period {self.time_max_period}; "
+                "they must satisfy 0 < time_min_period <= time_max_period"
+            )
         for name in ("depth", "kv_heads", "heads", "head_width"):
             language, expert = getattr(self.language, name), getattr(self.expert, name)
             if language != expert:

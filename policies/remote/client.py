@@ -70,7 +70,7 @@ class OpenpiClient:
             self._connection = open_websocket(url, timeout_s, MAX_ANSWER_BYTES, headers)
         except InvalidStatus as error:
             raise RemoteError(f"{url} refused the connection: {error}; if it wants a token, set {TOKEN_VARIABLE}") from error
-        except (OSError, InvalidHandshake, InvalidURI) as error:
+        except (OSError, InvalidHandshake, InvalidURI, UnicodeError) as error:  # a host like `.x` is no name: UnicodeError
             raise RemoteError(f"no openpi policy server answers at {url} ({error}); start one with 'vla-rl serve CHECKPOINT'") from error
         metadata = unpack_openpi(self._receive())
         described = metadata.get(ENTRY) if isinstance(metadata, dict) else None

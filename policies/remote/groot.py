@@ -20,7 +20,7 @@ from vla_rl.conventions import Conventions
 from vla_rl.episode import ACTION_DIM, STATE_DIM, VIEW_AGENT, VIEW_WRIST, Float32, Observation
 from vla_rl.policies.base import PolicySpec
 from vla_rl.policies.remote.messages import MessageError, Modality
-from vla_rl.policies.remote.openpi import read_prompt, read_seed
+from vla_rl.policies.remote.openpi import read_numbers, read_prompt, read_seed
 from vla_rl.policies.remote.served import ENTRY
 
 VIDEO_KEYS = {VIEW_AGENT: "image", VIEW_WRIST: "wrist_image"}
@@ -87,11 +87,14 @@ def read_actions(answer: Any) -> Float32:
     """float32[C, 7] in environment units of the first observation of an answer. Raises MessageError for another kind of answer."""
     actions = answer[0] if isinstance(answer, list | tuple) and answer else answer
     parts = _mapping(actions, "the answer's actions")
-    named = {str(name).removeprefix("action."): np.asarray(values, np.float32) for name, values in parts.items()}
-    missing = [part for part in ACTION_PARTS if part not in named]
+    given = {str(name).removeprefix("action."): values for name, values in parts.items()}
+    missing = [part for part in ACTION_PARTS if part not in given]
     if missing:
-        raise MessageError(f"the answer lacks {', '.join(missing)}; it has {', '.join(named)}. Is it a LIBERO policy?")
-    columns = [named[part].reshape(named[part].shape[0], -1, 1)[0] if named[part].ndim == 3 else named[part] for part in ACTION_PARTS]
+        raise MessageError(f"the answer lacks {', '.join(missing)}; it has {', '.join(given)}. Is it a LIBERO policy?")
+    named = {part: read_numbers(given[part], part) for part in ACTION_PARTS}
+    if not all(values.size for values in named.values()):
+        raise MessageError(f"the answer has no actions: {', '.join(part for part in ACTION_PARTS if not named[part].size)} is empty")
+    columns = [values.reshape(values.shape[0], -1, 1)[0] if values.ndim == 3 else values for values in named.values()]
     lengths = {part: list(column.shape) for part, column in zip(ACTION_PARTS, columns)}
     if len({tuple(shape) for shape in lengths.values()}) != 1 or columns[0].ndim != 2 or columns[0].shape[1] != 1:
         raise MessageError(f"every part of the actions must be float[B, C, 1], got {lengths}")

@@ -79,12 +79,25 @@ def read_seed(value: Any) -> int:
     return int(value)
 
 
+def read_numbers(value: Any, name: str) -> Float32:
+    """An array of an answer. Raises MessageError for anything but finite numbers."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # rows of different lengths
+        raise MessageError(f"{name} of the answer is no array of numbers ({error})") from error
+    if array.dtype.kind not in "biuf":
+        raise MessageError(f"{name} of the answer must hold numbers, not {array.dtype}")
+    if not np.isfinite(array).all():
+        raise MessageError(f"{name} of the answer holds numbers that are not finite; look at the server's policy")
+    return array.astype(np.float32)
+
+
 def read_actions(answer: Any) -> Float32:
     """float32[C, 7] of an answer. Raises MessageError for an answer without such actions."""
     if not isinstance(answer, Mapping) or ACTIONS_KEY not in answer:
         keys = ", ".join(map(str, answer)) if isinstance(answer, Mapping) else type(answer).__name__
         raise MessageError(f"the answer has no {ACTIONS_KEY!r} (it has: {keys})")
-    actions = np.asarray(answer[ACTIONS_KEY], np.float32)
+    actions = read_numbers(answer[ACTIONS_KEY], ACTIONS_KEY)
     if actions.ndim != 2 or actions.shape[1] != ACTION_DIM or not len(actions):
         raise MessageError(f"{ACTIONS_KEY} must be float[C, {ACTION_DIM}] with C >= 1, got {list(actions.shape)}; is it a LIBERO policy?")
-    return np.array(actions, np.float32)
+    return actions

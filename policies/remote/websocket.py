@@ -120,9 +120,10 @@ class Websocket:
         if self._protocol.state is State.OPEN:
             self._protocol.send_close(code, reason)
             self.flush()
+            deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
             try:
-                while True:
-                    self.receive(CLOSE_TIMEOUT_S)
+                while True:  # what was on its way, or comes from somebody who does not listen
+                    self.receive(max(0.0, deadline_s - time.monotonic()))
             except (ConnectionClosed, TimeoutError, UnicodeDecodeError):
                 pass
         self._socket.close()

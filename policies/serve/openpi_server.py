@@ -58,6 +58,7 @@ class _Connections:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
+        self._ending = threading.Event()
 
     def accept(self, listener: socket.socket, stop: threading.Event) -> None:
         """Give every client a thread, until `stop` is set and the listening socket shut down."""
@@ -74,7 +75,8 @@ class _Connections:
             thread.start()
 
     def end(self) -> None:
-        """Shut every connection down and wait for its thread, which finishes the request it is in."""
+        """Shut every connection down and wait for its thread, which finishes the request it is in, and begins none behind it."""
+        self._ending.set()
         with self._lock:
             connections = dict(self._open)
         for connection in connections:
@@ -117,6 +119,8 @@ class _Connections:
             previous_ms: float | None = None
             for index in itertools.count():
                 message = websocket.receive(None)
+                if self._ending.is_set():
+                    return
                 began = time.perf_counter()
                 reply = answer_openpi(self._service, message, client, index)
                 if previous_ms is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vla_rl.config import ConfigError
-from vla_rl.policies.blocks.config import VisionConfig
+from vla_rl.policies.blocks.config import VisionConfig, require_least
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.processor import Normalization
 
@@ -94,6 +94,7 @@ class VitConfig:
     """Attention heads."""
 
     def __post_init__(self) -> None:
+        require_least(self, dict.fromkeys(("width", "mlp_width", "heads"), 1))
         if self.depth < 2:
             raise ConfigError(f"depth is {self.depth}; it must be at least 2, because the last layer but one is read")
         if self.width % self.heads:
@@ -121,6 +122,7 @@ class PrismaticConfig:
     """Share of each side of an image that is kept, around its centre (training cropped to 90 % of the area); above 0, at most 1."""
 
     def __post_init__(self) -> None:
+        require_least(self, {"image_size": 1, "patch_size": 1})
         if self.image_size % self.patch_size:
             raise ConfigError(f"prismatic.image_size is {self.image_size}; it must be a multiple of patch_size, which is {self.patch_size}")
         if not 0.0 < self.crop <= 1.0:

@@ -21,7 +21,7 @@ from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
 from vla_rl.episode import ACTION_DIM
-from vla_rl.policies.tokenizer import TokenizerError
+from vla_rl.policies.tokenizer import TokenizerError, read_tokenizer
 from vla_rl.policies.tokens.config import ActionTokensConfig
 
 ACTION_TOKENIZER_FILE = "action_tokenizer.json"
@@ -46,14 +46,21 @@ class FastTokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: ActionTokensConfig, chunk_length: int) -> FastTokenizer:
-        """The tokenizer in a folder. Raises TokenizerError where there is none."""
+        """The tokenizer in a folder. Raises TokenizerError where there is none, and for one whose alphabet lacks coefficients."""
         path = folder / ACTION_TOKENIZER_FILE
         if not path.is_file():
             raise TokenizerError(
                 f"{path} does not exist, and action_tokens.kind is 'fast'; `vla-rl sft` trains one on its demonstrations and keeps it in "
                 "RUN_DIR/tokenizer and in every checkpoint: name such a folder in policy.tokenizer"
             )
-        return cls(Tokenizer.from_file(str(path)), config, chunk_length)
+        pairs = read_tokenizer(path)
+        known = [pairs.token_to_id(symbol) is not None for symbol in _alphabet(config)]
+        if not all(known):  # the encoding would leave the others out, without a word
+            raise TokenizerError(
+                f"{path} was trained with other coefficients: it knows {sum(known)} of {len(known)} that "
+                f"action_tokens.largest_coefficient {config.largest_coefficient} has; set it to the value that it was trained with"
+            )
+        return cls(pairs, config, chunk_length)
 
     def coefficients(self, actions_BCD: Tensor) -> Tensor:
         """int64[B, C, D]: rounded cosine coefficients, lowest frequency first."""
@@ -100,7 +107,7 @@ def train_fast(chunks: Iterable[Tensor], config: ActionTokensConfig, chunk_lengt
         vocab_size=config.vocabulary,
         min_frequency=2,
         show_progress=False,
-        initial_alphabet=[chr(_FIRST_SYMBOL + index) for index in range(2 * config.largest_coefficient + 1)],
+        initial_alphabet=_alphabet(config),
     )
     pairs = Tokenizer(BPE())
     pairs.train_from_iterator(_texts(untrained, chunks), trainer)
@@ -117,6 +124,11 @@ def cosine_matrix(length: int) -> Tensor:
     matrix_CC = math.sqrt(2.0 / length) * torch.cos(math.pi * frequency_C1 * time_C / length)
     matrix_CC[0] /= math.sqrt(2.0)
     return matrix_CC
+
+
+def _alphabet(config: ActionTokensConfig) -> list[str]:
+    """One symbol per coefficient, smallest first."""
+    return [chr(_FIRST_SYMBOL + index) for index in range(2 * config.largest_coefficient + 1)]
 
 
 def _texts(tokenizer: FastTokenizer, chunks: Iterable[Tensor]) -> Iterator[str]:

@@ -37,7 +37,7 @@ class ReasoningWriter:
 
     def __init__(self, tokenizer: PromptTokenizer, length: int, vocabulary: Vocabulary) -> None:
         """`length` is R, the end mark included."""
-        self._tokenizer = PromptTokenizer(tokenizer.folder, length - 1)
+        self._tokenizer = PromptTokenizer(tokenizer.folder, length - 1, "reasoning_tokens", kept=1)
         self._length, self._vocabulary = length, vocabulary
 
     def __call__(self, actions_BCA: np.ndarray, mask_BC: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -60,6 +61,12 @@ class SglangConfig:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"sglang.url is {self.url!r}; it must begin with http:// or https://")
+        try:
+            complete = bool(urlsplit(self.url).hostname) and urlsplit(self.url).port != 0
+        except ValueError:
+            complete = False
+        if not complete:
+            raise ConfigError(f"sglang.url is {self.url!r}, which is no address; write http://HOST:PORT")
         for name in ("start_s", "answer_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"sglang.{name} is {getattr(self, name)}; it must be above 0")
@@ -109,7 +116,7 @@ class SglangEngine:
         if any(token not in choices for row in tokens for token in row):
             raise EngineLost(f"SGLang wrote a token outside {choices.start} to {choices.stop - 1}: its server ignores logit_bias")
         log_probs = [[float(log_prob) for log_prob, *_ in row["meta_info"]["output_token_logprobs"]] for row in rows]
-        return completion_of(tokens, log_probs, length)
+        return completion_of(tokens, log_probs, length, end)
 
     def close(self) -> None:
         """Nothing is held: the server is somebody else's."""
@@ -143,7 +150,7 @@ class SglangEngine:
             try:
                 with urllib.request.urlopen(f"{self.config.url}/health", timeout=self.config.answer_s):
                     return
-            except OSError as error:
+            except (OSError, HTTPException, UnicodeError) as error:  # whatever listens there, and names that are none
                 if time.monotonic() >= deadline:
                     raise EngineLost(
                         f"no SGLang server answers at {self.config.url} ({error}); start one with `python -m sglang.launch_server "

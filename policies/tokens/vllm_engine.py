@@ -166,7 +166,7 @@ class VllmEngine:
         reply = self._insist(request, payload)
         if reply["version"] != self.version:
             raise EngineLost(f"vLLM answered with weights version {reply['version']}, and version {self.version} was asked for")
-        return completion_of(reply["tokens"], reply["log_probs"], length)
+        return completion_of(reply["tokens"], reply["log_probs"], length, end)
 
     @property
     def pid(self) -> int | None:
@@ -268,8 +268,14 @@ def write_weights(language: PreTrainedModel, path: Path) -> None:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in language.state_dict().items()}, path)
 
 
-def completion_of(tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], length: int) -> Completion:
-    """What an engine wrote, row by row, as tensors of `length` columns."""
+def completion_of(tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], length: int, end: int | None) -> Completion:
+    """What an engine wrote, row by row, as tensors of `length` columns.
+
+    Raises EngineLost for a row that stopped early where nothing ends one (`end` None): actions that nobody wrote would be the lowest bin.
+    """
+    shortest = min(map(len, tokens), default=length)
+    if end is None and shortest < length:
+        raise EngineLost(f"the engine wrote {shortest} of {length} tokens of a row; is its context or its memory for keys and values full?")
     rows = len(tokens)
     ids_BN, log_prob_BN = torch.zeros(rows, length, dtype=torch.int64), torch.zeros(rows, length)
     mask_BN = torch.zeros(rows, length, dtype=torch.bool)

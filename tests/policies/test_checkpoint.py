@@ -153,6 +153,14 @@ def test_a_spec_that_makes_no_sense_is_named(values: dict[str, Any], said: str, 
         load_policy(saved)
 
 
+@pytest.mark.parametrize("values", [{"family": []}, {"config": None}, {"statistics_sha256": None}])
+def test_an_entry_of_another_form_is_named(values: dict[str, Any], saved: Path) -> None:
+    own = json.loads((saved / OWN_FILE).read_text())
+    (saved / OWN_FILE).write_text(json.dumps(own | values))
+    with pytest.raises(CheckpointError, match=rf"{saved}: its files do not say what"):
+        load_policy(saved)
+
+
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
         load_policy(tmp_path / "nowhere")

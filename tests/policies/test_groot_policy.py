@@ -267,6 +267,11 @@ def test_recipes_choose_a_backbone_by_its_kind() -> None:
         (lambda: EagleVisionConfig(image_size=256), r"image_size is 256, it must be a multiple of patch_size \* merge, which is 28"),
         (lambda: EagleVisionConfig(positions=200), "positions is 200, it must be the square of a whole number"),
         (lambda: EagleBackboneConfig(read_layer=0), "read_layer is 0, it must be at least 1"),
+        (lambda: QwenVisionConfig(patch_size=0), "patch_size is 0, it must be at least 1"),
+        (lambda: QwenVisionConfig(deepstack=(-1, 5)), r"deepstack is \[-1, 5\], it must be at least 0"),
+        (lambda: EagleVisionConfig(heads=7), "width is 1152, it must be a multiple of heads, which is 7"),
+        (lambda: EagleBackboneConfig(head_width=63), "head_width is 63, it must be even"),
+        (lambda: QwenBackboneConfig(kv_heads=0), "kv_heads is 0, it must be at least 1"),
         (lambda: QwenBackboneConfig(kv_heads=5), "heads is 16, it must be a multiple of kv_heads, which is 5"),
         (
             lambda: QwenBackboneConfig(rope_sections=(24, 20, 21)),

@@ -312,3 +312,15 @@ def test_files_that_are_missing_or_damaged_are_named(folder: Path, tmp_path: Pat
 def test_configs_that_make_no_sense(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: PrismaticConfig(patch_size=0), "patch_size is 0, it must be at least 1"),
+        (lambda: VitConfig(width=32, depth=3, mlp_width=48, heads=0), "heads is 0, it must be at least 1"),
+    ],
+)
+def test_sizes_that_no_transformer_has(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -222,6 +222,12 @@ def test_unknown_family_gets_the_nearest_name() -> None:
         (lambda: VisionConfig(image_size=60), "image_size is 60, it must be a multiple of patch_size, which is 16"),
         (lambda: VisionConfig(patch_size=8), "4 conv_channels halve the image to cells of 16 pixels"),
         (lambda: VisionConfig(heads=5), "width is 128, it must be a multiple of heads, which is 5"),
+        (lambda: VisionConfig(patch_size=0), "patch_size is 0, it must be at least 1"),
+        (lambda: VisionConfig(heads=0), "heads is 0, it must be at least 1"),
+        (lambda: VisionConfig(depth=-1), "depth is -1, it must be at least 0"),
+        (lambda: VisionConfig(conv_channels=(32, 0, 64, 64)), r"conv_channels is \[32, 0, 64, 64\], it must be at least 1"),
+        (lambda: Pi0Config(time_min_period=0.0), r"time_min_period is 0\.0 and time_max_period 4\.0; they must satisfy 0 < "),
+        (lambda: Pi0Config(time_max_period=0.05), r"time_min_period is 0\.1 and time_max_period 0\.05"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_named(make: Callable[[], object], message: str) -> None:

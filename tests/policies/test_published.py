@@ -162,6 +162,24 @@ def test_what_a_lerobot_config_asks_for_and_cannot_have_is_named(lerobot: Path, 
         load_policy(lerobot)
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"chunk_size": None}, "TypeError: int"),
+        ({"input_features": {"observation.images.image": {"type": "VISUAL"}}}, "there is no 'shape'"),
+        ({"num_inference_steps": -3}, "denoise_steps is -3, it must be at least 1"),
+        ({"normalization_mapping": []}, "AttributeError"),
+        ({"type": "act", "input_features": {"observation.images.image": None}}, "TypeError"),
+    ],
+)
+def test_an_entry_of_another_form_is_an_error_that_names_the_folder(lerobot: Path, values: dict[str, Any], said: str) -> None:
+    """Entries that another release leaves out or writes otherwise; each was a traceback."""
+    edit(lerobot / "config.json", **values)
+    with pytest.raises(CheckpointError, match=rf"{lerobot}: its files do not say what .*{said}"):
+        load_acting_policy(lerobot)
+    assert said.split(":")[0] in "\n".join(inspect_checkpoint(lerobot).problems)
+
+
 def test_files_that_are_missing_damaged_or_contradict_each_other_are_named(lerobot: Path, tmp_path: Path) -> None:
     def broken(name: str) -> Path:
         shutil.copytree(lerobot, tmp_path / name)
@@ -202,6 +220,10 @@ def test_shards_and_assets_that_do_not_add_up_are_named(statistics: Statistics, 
     edit(index, weight_map=places | {"invented": "model-00001-of-00002.safetensors"})
     with pytest.raises(CheckpointError, match="its shards do not hold: invented"):
         load_policy(tmp_path / "pi0")
+    for damaged in ([], {"model.state_proj.bias": None}):
+        edit(index, weight_map=damaged)
+        with pytest.raises(CheckpointError, match="is no index of tensors"):
+            load_policy(tmp_path / "pi0")
     edit(index, weight_map=places)
     shutil.copytree(tmp_path / "pi0" / "assets" / "my", tmp_path / "pi0" / "assets" / "other")
     with pytest.raises(CheckpointError, match=r"it has my/robot, other/robot"):

@@ -222,6 +222,8 @@ def test_its_gripper_opens_where_the_envs_opens(folder: Path, statistics: Statis
         ("processor_config", {"processor_kwargs": {"modality_configs": {"gr1": {}}}}, "knows gr1; vla-rl acts as 'libero_sim'"),
         ("embodiment_id", {"libero_sim": None}, "has no number for 'libero_sim'; it has new_embodiment"),
         ("statistics", {"libero_sim": None}, "has no 'libero_sim'"),
+        ("config", {"max_seq_len": None}, "do not say what .*there is no 'max_seq_len'"),
+        ("processor_config", {"processor_kwargs": {"modality_configs": {"libero_sim": {}}}}, "there is no 'state'"),
     ],
 )
 def test_what_a_folder_lacks_is_named(folder: Path, name: str, change: dict[str, Any], said: str) -> None:

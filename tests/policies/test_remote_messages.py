@@ -185,6 +185,29 @@ def test_answers_without_actions_are_refused(answer: Any) -> None:
         groot.read_actions(answer)
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("abc", "must hold numbers, not <U3"),
+        ([[0.0] * 7, [0.0]], "no array of numbers"),
+        ({}, "must hold numbers, not object"),
+        (np.zeros((1, 7), complex), "must hold numbers, not complex"),
+        (np.full((1, 7), np.nan), "not finite"),
+    ],
+)
+def test_answers_with_other_things_than_numbers_are_refused(values: Any, said: str) -> None:
+    with pytest.raises(MessageError, match=f"actions of the answer .*{said}|answer is {said}"):
+        openpi.read_actions({"actions": values})
+    parts = dict.fromkeys(groot.ACTION_PARTS, np.zeros((1, 3, 1), np.float32))
+    with pytest.raises(MessageError, match=f"yaw of the answer .*{said}|answer is {said}"):
+        groot.read_actions([parts | {"yaw": values}, {}])
+
+
+def test_an_answer_to_no_observation_is_refused() -> None:
+    with pytest.raises(MessageError, match="the answer has no actions: x, y, z"):
+        groot.read_actions([dict.fromkeys(groot.ACTION_PARTS, np.zeros((0, 3, 1), np.float32)), {}])
+
+
 def test_descriptions_go_both_ways_and_incomplete_ones_are_named() -> None:
     served = ServedPolicy("folder", "0123", PolicySpec(50, 10, ("image2",), 224))
     for pack, unpack in ((pack_openpi, unpack_openpi), (pack_groot, unpack_groot)):

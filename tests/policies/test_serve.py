@@ -18,16 +18,18 @@ import numpy as np
 import pytest
 import zmq
 from serving_policies import CHUNK, EchoPolicy
+from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
 from websockets.server import ServerProtocol
+from websockets.uri import parse_uri
 
 from vla_rl.cli import main
 from vla_rl.config import ConfigError
 from vla_rl.episode import STATE_DIM, VIEWS, Observation
-from vla_rl.policies.remote import websocket
+from vla_rl.policies.remote import openpi, websocket
 from vla_rl.policies.remote.client import TOKEN_VARIABLE, GrootClient, PolicyClient, open_client
-from vla_rl.policies.remote.messages import MessageError
+from vla_rl.policies.remote.messages import MessageError, pack_openpi
 from vla_rl.policies.remote.served import RemoteError, ServedPolicy
 from vla_rl.policies.serve.batcher import Batcher
 from vla_rl.policies.serve.openpi_server import _Connections
@@ -208,6 +210,8 @@ def test_wrong_urls_and_options_are_named(tmp_path: Path, capsys: pytest.Capture
         open_client("http://localhost:8000", 1.0)
     with pytest.raises(RemoteError, match=r"Port out of range .* write ws://HOST:PORT"):
         open_client("ws://localhost:99999", 1.0)
+    with pytest.raises(RemoteError, match=r"no openpi policy server answers at ws://\.host:8000"):
+        open_client("ws://.host:8000", 1.0)
     with pytest.raises(RemoteError, match="no address to connect to"):
         open_client("tcp://localhost", 1.0)
     for values, said in (
@@ -269,6 +273,53 @@ def test_who_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         connection.send(bytes(2**24))
         with pytest.raises(ConnectionClosed):
             connection.receive(TIMEOUT_S)
+
+
+def test_what_a_client_sent_ahead_does_not_keep_a_server_from_ending() -> None:
+    """A client that sends without waiting for answers: the request under way is finished, those behind it are not begun."""
+    gate, ahead = threading.Event(), 5
+    policy = EchoPolicy(gate)
+    service = Service(Batcher(policy, 1, 0.0), ServedPolicy("echo", "digest", policy.spec), 0, 2**20)
+    connections, stop = _Connections(service), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = threading.Thread(target=connections.accept, args=(listener, stop))
+        accepting.start()
+        with closing(websocket.open_websocket(f"ws://127.0.0.1:{listener.getsockname()[1]}", TIMEOUT_S, 2**20, {})) as client:
+            client.receive(TIMEOUT_S)
+            for number in range(ahead):
+                client.send(pack_openpi(openpi.observation_message(observation(float(number)), VIEWS, number)))
+            assert policy.entered.wait(TIMEOUT_S)
+            ending = threading.Thread(target=connections.end)
+            ending.start()
+            assert connections._ending.wait(TIMEOUT_S)
+            gate.set()
+            ending.join(TIMEOUT_S)
+            assert not ending.is_alive() and policy.batches == [1]
+        stop.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        accepting.join(TIMEOUT_S)
+
+
+def test_closing_does_not_wait_for_somebody_who_keeps_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "CLOSE_TIMEOUT_S", 0.05)
+    ours, theirs = socket.socketpair()
+    with theirs, closing(websocket.Websocket(theirs, ClientProtocol(parse_uri("ws://peer"), state=State.OPEN))) as peer:
+        connection = websocket.Websocket(ours, ServerProtocol(state=State.OPEN))
+        closed = threading.Event()
+
+        def keep_sending() -> None:
+            while not closed.is_set() and peer._protocol.state is State.OPEN:
+                peer.send(b"more")
+
+        sending, leaving = threading.Thread(target=keep_sending), threading.Thread(target=connection.close)
+        sending.start()
+        leaving.start()
+        leaving.join(TIMEOUT_S)
+        left = not leaving.is_alive()
+        closed.set()
+        for thread in (sending, leaving):
+            thread.join(TIMEOUT_S)
+        assert left
 
 
 def test_an_answer_that_is_no_message_is_named() -> None:

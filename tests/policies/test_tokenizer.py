@@ -77,3 +77,10 @@ def test_a_prompt_that_is_too_long_is_refused_not_cut() -> None:
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=TOKENIZER_FILE):
         PromptTokenizer(tmp_path, 4)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"model": 3}'])
+def test_a_damaged_tokenizer_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_FILE).write_text(text)
+    with pytest.raises(TokenizerError, match=rf"{TOKENIZER_FILE} is no tokenizer .*damaged or truncated"):
+        PromptTokenizer(tmp_path, length=8)

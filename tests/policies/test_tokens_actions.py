@@ -117,6 +117,18 @@ def test_fast_lies_beside_the_prompts_tokenizer(fast: FastTokenizer, tmp_path: P
         assert torch.equal(ours, theirs)
 
 
+def test_a_tokenizer_of_other_coefficients_is_refused(fast: FastTokenizer, tmp_path: Path) -> None:
+    """Symbols that a byte-pair encoding does not know vanish: chunks were encoded as fewer tokens, or none, without a word."""
+    fast.pairs.save(str(tmp_path / ACTION_TOKENIZER_FILE))
+    known = 2 * FAST.largest_coefficient + 1
+    wider = ActionTokensConfig(kind="fast", largest_coefficient=FAST.largest_coefficient + 1, vocabulary=512)
+    with pytest.raises(TokenizerError, match=rf"it knows {known} of {known + 2} that action_tokens\.largest_coefficient"):
+        FastTokenizer.load(tmp_path, wider, CHUNK)
+    (tmp_path / ACTION_TOKENIZER_FILE).write_text("{")
+    with pytest.raises(TokenizerError, match=rf"{ACTION_TOKENIZER_FILE} is no tokenizer .*damaged or truncated"):
+        FastTokenizer.load(tmp_path, FAST, CHUNK)
+
+
 def test_a_chunk_that_does_not_fit_is_an_error_with_its_length(fast: FastTokenizer) -> None:
     short = FastTokenizer(fast.pairs, ActionTokensConfig(kind="fast", largest_coefficient=25, vocabulary=96, longest=3), CHUNK)
     rough = torch.from_numpy(np.random.default_rng(0).uniform(-1, 1, (1, CHUNK, ACTION_DIM))).float()

@@ -88,14 +88,21 @@ def write(engine: VllmEngine, **changes: Any):
 def test_what_is_asked_and_what_is_answered(start: Callable[..., VllmEngine], tmp_path: Path) -> None:
     engine = start([])
     engine.load(language(), 4)
-    completion = write(engine, length=3)
+    completion = write(engine, end=23, length=3)
     load, asked = seen(tmp_path)
     assert (load["do"], load["version"]) == ("load", 4) and load["weights"] > 1000
     assert asked["lengths"] == [3, 5] and asked["bytes"] == 8 * WIDTH * 4 and asked["version"] == 4
-    assert (asked["first"], asked["choices"], asked["end"], asked["temperature"]) == (24, 4, None, 1.3)
+    assert (asked["first"], asked["choices"], asked["end"], asked["temperature"]) == (24, 4, 23, 1.3)
     assert asked["seeds"] == [7, 5], "seeds fit 63 bits"
     assert completion.ids_BN.tolist() == [[24, 25, 0]] * 2 and completion.mask_BN.tolist() == [[True, True, False]] * 2
     assert completion.log_prob_BN.tolist() == [[-0.5, -0.25, 0.0]] * 2
+
+
+def test_actions_that_nobody_wrote_are_not_taken_for_the_lowest_bin(start: Callable[..., VllmEngine]) -> None:
+    engine = start([])
+    engine.load(language(), 0)
+    with pytest.raises(EngineLost, match="wrote 2 of 3 tokens of a row"):
+        write(engine, length=3)
 
 
 @pytest.mark.faults

@@ -23,6 +23,7 @@ from vla_rl.policies.extend import extend_policy
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.noise_head import NoiseHeadConfig
 from vla_rl.policies.statistics import Statistics
+from vla_rl.policies.tokenizer import TokenizerError
 from vla_rl.policies.tokens.config import TokenConfig
 from vla_rl.policies.tokens.decoding import choose, token_log_prob
 from vla_rl.policies.tokens.policy import TokenPolicy
@@ -213,6 +214,15 @@ def test_reasoning_says_what_the_chunk_does(statistics: Statistics, observe: Obs
         *said, end = tokens[real].tolist()
         assert words.decode(said).strip() == text and end == policy.vocabulary.end_think
     assert well_formed(batch.reasoning_BR, batch.reasoning_mask_BR, policy.vocabulary).all()
+
+
+def test_a_reasoning_without_room_names_its_own_setting(statistics: Statistics, observe: Observe) -> None:
+    """Start token, three directions, the gripper, and the end: six."""
+    policy = make_tokens(replace(REASONING, reasoning_tokens=5), statistics)
+    actions = np.full((1, 3, ACTION_DIM), 0.5, np.float32)
+    with pytest.raises(TokenizerError, match="needs 6 tokens and there are reasoning_tokens=5; raise reasoning_tokens to at least 6"):
+        policy.preprocess(observe(1, RESOLUTION), actions)
+    assert make_tokens(REASONING, statistics).preprocess(observe(1, RESOLUTION), actions).reasoning_BR is not None
 
 
 def test_the_form_of_reasoning() -> None:

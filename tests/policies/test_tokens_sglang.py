@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,13 +108,13 @@ def language():
 
 
 def write(engine: SglangEngine, **changes: Any):
-    values: dict[str, Any] = {"choices": range(24, 28), "end": None, "length": 3, "temperature": 1.5, "seeds": [7, 2**31 + 5]}
+    values: dict[str, Any] = {"choices": range(24, 28), "end": None, "length": 2, "temperature": 1.5, "seeds": [7, 2**31 + 5]}
     return engine.write([torch.zeros(3, WIDTH), torch.ones(5, WIDTH)], **(values | changes))
 
 
 def test_what_is_asked_and_what_is_answered(engine: SglangEngine, server: Server, tmp_path: Path) -> None:
     engine.load(language(), 4)
-    completion = write(engine, end=23)
+    completion = write(engine, end=23, length=3)
     (load_path, load), (path, asked) = server.asked
     assert (load_path, load["model_path"], load["weight_version"]) == ("/update_weights_from_disk", str(tmp_path / "model"), "4")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
@@ -134,7 +135,7 @@ def test_what_is_asked_and_what_is_answered(engine: SglangEngine, server: Server
 def test_a_successor_has_the_weights_before_it_is_asked_again(engine: SglangEngine, server: Server) -> None:
     engine.load(language(), 1)
     server.deeds = ["vanish"]
-    assert write(engine).ids_BN[0].tolist() == [24, 25, 0]
+    assert write(engine).ids_BN[0].tolist() == [24, 25]
     assert [path for path, _ in server.asked] == ["/update_weights_from_disk", "/generate"] * 2
     server.deeds = ["vanish"] * 3
     with pytest.raises(EngineLost, match="failed 3 times in a row"):
@@ -151,6 +152,8 @@ def test_what_does_not_fit_is_an_error(engine: SglangEngine, server: Server, tmp
         server.deeds = [deed]
         with pytest.raises(EngineLost, match=said):
             write(engine)
+    with pytest.raises(EngineLost, match="wrote 2 of 3 tokens of a row"):
+        write(engine, length=3)
     server.version = "default"
     with pytest.raises(EngineLost, match="weights version default, and version 2 was asked for"):
         write(engine)
@@ -159,7 +162,27 @@ def test_what_does_not_fit_is_an_error(engine: SglangEngine, server: Server, tmp
         SglangEngine(nobody, language())
 
 
-@pytest.mark.parametrize("changes", [{"url": "127.0.0.1:30000"}, {"start_s": 0.0}, {"lives": 0}])
+def test_what_listens_there_and_is_no_server_is_named(tmp_path: Path) -> None:
+    """Something that answers with other bytes than HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(2**16)
+                connection.sendall(b"220 ready\r\n")
+
+        greeting = threading.Thread(target=greet)
+        greeting.start()
+        with pytest.raises(EngineLost, match=r"no SGLang server answers at http://127"):
+            SglangEngine(SglangConfig(url=url, folder=str(tmp_path), start_s=1e-9), language())
+        greeting.join()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"url": "127.0.0.1:30000"}, {"url": "http://host:port"}, {"url": "http://"}, {"start_s": 0.0}, {"lives": 0}]
+)
 def test_settings_that_make_no_sense(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"sglang.{next(iter(changes))} is"):
         SglangConfig(**changes)
