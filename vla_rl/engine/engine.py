@@ -215,8 +215,8 @@ class Engine:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise DivergedError(
-                f"the gradient norm was not finite in {self._skipped_in_a_row} updates in a row up to update {self.updates + 1}; start again "
-                "in a new run_dir with a lower engine.lr (initial_policy goes on from an earlier checkpoint)"
+                f"the gradient norm was not finite in {self._skipped_in_a_row} updates in a row up to update {self.updates + 1}; start "
+                "again in a new run_dir with a lower engine.lr (initial_policy goes on from an earlier checkpoint)"
             )
 
     def _sync_gradients(self, sync: bool) -> None:
