@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,18 @@ def test_recorded_actions_of_successful_episodes_succeed_again(tmp_path: Path) -
     for key, row in replayed.items():
         assert (row.steps, row.init_hash) == (recorded[key].steps, recorded[key].init_hash)
     assert any("inits: those of" in line for line in summary.protocol["deviations"])
+
+
+def test_a_dataset_with_a_scene_twice_is_not_replayed(tmp_path: Path) -> None:
+    """One of the two would be replayed twice, and after all of them no rate would be right."""
+    reach = EnvConfig(kind="reach", resolution=64)
+    pool = PoolConfig(backend="serial", workers=1)
+    collect(CollectConfig(str(tmp_path / "demos"), suite="reach", tasks=(0,), episodes_per_task=2, env=reach, pool=pool))
+    episodes = tmp_path / "demos" / "episodes"
+    shutil.copy(episodes / "episode_000000.hdf5", episodes / "episode_000009.hdf5")
+    with pytest.raises(ConfigError, match=r"holds the scene reach/\d/sampled:\d+/s0 more than once \(1 such scenes\)"):
+        evaluate(config_of(tmp_path / "replay", "replay", dataset=str(episodes), episodes_per_task=None))
+    assert not (tmp_path / "replay").exists()
 
 
 @pytest.fixture
