@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_rl.config import nearest_name, read_yaml
-from vla_rl.eval.compare import EvaluatedRun, compare_rows, load_run
+from vla_rl.eval.compare import EvaluatedRun, compare_rows, load_run, unlike
 from vla_rl.eval.record import RecordError, missed_bars, write_record
 from vla_rl.eval.results import EpisodeRow, Rate
 from vla_rl.telemetry.files import read_json, read_jsonl
@@ -47,10 +47,12 @@ def record_of_runs(
     the result (the training). keep: conditions of the record that is there now, taken over before those of `runs`.
     gain: the conditions before and after whose paired difference is a metric.
     Raises CompareError for an incomplete evaluation or a gain without pairs, RecordError for a record that would not hold or has no
-    condition to keep.
+    condition to keep, and for a gain over evaluations that were made under other conditions.
     """
     evaluated = {condition: load_run(path) for condition, path in runs.items()}
     kept = _kept(root / name, [condition for condition in keep if condition not in runs]) if keep else _Kept([], {}, {}, {})
+    if gain:
+        _require_evaluated_alike(evaluated, *gain)
     rows = kept.rows + [_under(row, condition) for condition, run in evaluated.items() for row in run.rows.values()]
     measured = _rates(rows) | (_gain(rows, *gain) if gain else {}) | dict(metrics)
     measured["commits"] = kept.commits | {condition: _commit(run) for condition, run in evaluated.items()}
@@ -106,13 +108,27 @@ def _rates(rows: Sequence[EpisodeRow]) -> dict[str, Any]:
     return {"success_rate": rates[conditions[0]]} | named
 
 
+def _require_evaluated_alike(evaluated: Mapping[str, EvaluatedRun], before: str, after: str) -> None:
+    """Raise RecordError where `vla-rl compare` would refuse two evaluations. Of a kept condition only rows are left, see `_gain`."""
+    first, second = (evaluated.get(condition.partition(": ")[0]) for condition in (before, after))
+    differences = unlike(first, second) if first is not None and second is not None else []
+    if differences:
+        raise RecordError(f"--gain {before}={after}: they were not evaluated alike:\n  " + "\n  ".join(differences))
+
+
 def _gain(rows: Sequence[EpisodeRow], before: str, after: str) -> dict[str, Any]:
-    """The paired difference of two conditions, in points. Raises RecordError naming a condition without rows."""
+    """The paired difference of two conditions, in points.
+
+    Raises RecordError naming a condition without rows, and for specs that began in other simulator states.
+    """
     conditions = list(dict.fromkeys(row.condition for row in rows))
     for condition in (before, after):
         if condition not in conditions:
             raise RecordError(f"--gain {before}={after}: no row has condition {condition!r}{nearest_name(condition, conditions)}")
     first, second = ({row.key: row for row in rows if row.condition == condition} for condition in (before, after))
+    moved = [key for key in first.keys() & second.keys() if first[key].init_hash != second[key].init_hash]
+    if moved:
+        raise RecordError(f"--gain {before}={after}: initial states differ in {len(moved)} specs, for example {min(moved)}")
     compared = compare_rows(first, second)
     return {
         "points_gained": round(100 * compared.difference, 6),
@@ -139,15 +155,34 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _numbers(pairs: Sequence[str]) -> dict[str, float]:
-    """Name -> number of `NAME=NUMBER`s. Raises RecordError naming one that is none."""
-    numbers: dict[str, float] = {}
+def _named(option: str, pairs: Sequence[str]) -> dict[str, str]:
+    """Name -> value of `NAME=VALUE`s. Raises RecordError for a name that is given twice: one of the two would be lost."""
+    named: dict[str, str] = {}
     for name, value in map(_pair, pairs):
+        if name in named:
+            raise RecordError(f"{option} {name} is given twice, as {named[name]} and {value}; give each its own name")
+        named[name] = value
+    return named
+
+
+def _numbers(option: str, pairs: Sequence[str]) -> dict[str, float]:
+    """Name -> number of `NAME=NUMBER`s. Raises RecordError naming one that is none, or twice."""
+    numbers: dict[str, float] = {}
+    for name, value in _named(option, pairs).items():
         try:
             numbers[name] = float(value)
         except ValueError as error:
             raise RecordError(f"{name}={value} must end in a number, such as {name}=0.9") from error
     return numbers
+
+
+def _bars(least: Sequence[str], most: Sequence[str]) -> dict[str, Any]:
+    """Metric -> bar, as `write_record` takes them. Raises RecordError for a metric with both: a record holds one bar for each."""
+    lower, upper = _numbers("--bar", least), _numbers("--bar-at-most", most)
+    both = sorted(lower.keys() & upper.keys())
+    if both:
+        raise RecordError(f"--bar and --bar-at-most are both given for {', '.join(both)}; give one")
+    return lower | {name: {"at_most": value} for name, value in upper.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,10 +199,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bar-at-most", action="append", default=[], metavar="METRIC=NUMBER", help="the most that it should be")
     parser.add_argument("--root", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
-    runs = {name: Path(path) for name, path in map(_pair, given.run)}
-    recipes = {name: Path(path) for name, path in map(_pair, given.recipe)}
-    bars = _numbers(given.bar) | {name: {"at_most": value} for name, value in _numbers(given.bar_at_most).items()}
-    folder = record_of_runs(given.name, given.command, runs, recipes, _numbers(given.metric), bars, given.root, given.keep, given.gain)
+    runs = {name: Path(path) for name, path in _named("--run", given.run).items()}
+    recipes = {name: Path(path) for name, path in _named("--recipe", given.recipe).items()}
+    metrics, bars = _numbers("--metric", given.metric), _bars(given.bar, given.bar_at_most)
+    folder = record_of_runs(given.name, given.command, runs, recipes, metrics, bars, given.root, given.keep, given.gain)
     missed = missed_bars(read_json(folder / "record.json"))
     print("\n".join([str(folder), *missed]))
     return 0

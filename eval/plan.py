@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -60,7 +61,10 @@ def task_indices(config: EvalConfig) -> Sequence[int]:
 
 
 def _recorded(config: EvalConfig, recorded: Sequence[EpisodeSpec]) -> list[EpisodeSpec]:
-    """The dataset's episodes that the recipe asks for, at most `episodes_per_task` of each task."""
+    """The dataset's episodes that the recipe asks for, at most `episodes_per_task` of each task.
+
+    Raises ConfigError where there are none, or two of one scene.
+    """
     wanted = [spec for spec in recorded if spec.suite == config.suite and (not config.tasks or spec.task in config.tasks)]
     if not wanted:
         suites = ", ".join(sorted({f"{spec.suite} task {spec.task}" for spec in recorded})) or "no successful episode"
@@ -70,6 +74,12 @@ def _recorded(config: EvalConfig, recorded: Sequence[EpisodeSpec]) -> list[Episo
     for spec in wanted:
         if config.episodes_per_task is None or sum(other.task == spec.task for other in kept) < config.episodes_per_task:
             kept.append(spec)
+    twice = sorted(key for key, count in Counter(spec.key for spec in kept).items() if count > 1)
+    if twice:
+        raise ConfigError(
+            f"dataset {config.dataset} holds the scene {twice[0]} more than once ({len(twice)} such scenes), and a scene is evaluated once;"
+            " leave the others out with vla-rl data filter --without-numbers (vla-rl data inspect lists them)"
+        )
     return kept
 
 

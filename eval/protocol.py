@@ -193,14 +193,20 @@ def protocol_differences(first: dict[str, Any], second: dict[str, Any]) -> list[
     """A line for each field in which two recorded protocols (`to_dict`) would give incomparable numbers.
 
     Names, sources and the number of inits do not count (a comparison pairs specs anyway); a horizon of None
-    belongs to an actor that has none, and fits any.
+    belongs to an actor that has none, and fits any. Of the deviations those count that are about no field.
     """
     lines = []
-    for name in sorted((first.keys() | second.keys()) - {"name", "source", "published_seed", "hash", "inits_per_task"}):
-        one, other = first.get(name), second.get(name)
+    uncounted = {"name", "source", "published_seed", "published_hash", "hash", "inits_per_task"}
+    for name in sorted((first.keys() | second.keys()) - uncounted):
+        one, other = (_beside_fields(protocol) if name == "deviations" else protocol.get(name) for protocol in (first, second))
         if one != other and not (name == "executed_horizon" and None in (one, other)):
             lines.append(f"{name}: {one} against {other}")
     return lines
+
+
+def _beside_fields(protocol: dict[str, Any]) -> list[str]:
+    """The deviations of a recorded protocol that no field of it shows, such as inits from a dataset."""
+    return [line for line in protocol.get("deviations", ()) if line.partition(":")[0] not in protocol]
 
 
 def init_names(protocol: EvalProtocol, count: int, split: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -87,6 +88,20 @@ def test_a_control_without_horizon_fits_any_policy() -> None:
     assert deviations == []
     assert protocol_differences(published.to_dict(), control.to_dict()) == []
     assert protocol_differences(published.to_dict(), get_protocol("openpi").to_dict()) == ["executed_horizon: 8 against 5"]
+
+
+def test_deviations_count_only_where_no_field_says_the_same() -> None:
+    """As evaluations record them: a control beside a policy of another horizon on fewer inits, and a replay of recorded scenes."""
+    published = get_protocol("openvla-oft")
+    common: dict[str, Any] = {"resolution": 256, "orientation": Orientation.ROTATED_180}
+    policy, deviations = effective_protocol(published, **common, executed_horizon=5, inits_per_task=10)
+    assert deviations == ["executed_horizon: 5 in place of 8", "inits_per_task: 10 in place of 50"]
+    control, _ = effective_protocol(published, **common, executed_horizon=None)
+    recorded = policy.to_dict() | {"deviations": deviations}
+    assert protocol_differences(recorded, control.to_dict() | {"deviations": []}) == []
+    inits = "inits: those of x in place of the protocol's, with the step limits they were recorded under"
+    replayed = control.to_dict() | {"deviations": [inits]}
+    assert protocol_differences(recorded, replayed) == [f"deviations: [] against [{inits!r}]"]
 
 
 @settings(deadline=None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,18 @@ def test_recorded_actions_of_successful_episodes_succeed_again(tmp_path: Path) -
     for key, row in replayed.items():
         assert (row.steps, row.init_hash) == (recorded[key].steps, recorded[key].init_hash)
     assert any("inits: those of" in line for line in summary.protocol["deviations"])
+
+
+def test_a_dataset_with_a_scene_twice_is_not_replayed(tmp_path: Path) -> None:
+    """One of the two would be replayed twice, and after all of them no rate would be right."""
+    reach = EnvConfig(kind="reach", resolution=64)
+    pool = PoolConfig(backend="serial", workers=1)
+    collect(CollectConfig(str(tmp_path / "demos"), suite="reach", tasks=(0,), episodes_per_task=2, env=reach, pool=pool))
+    episodes = tmp_path / "demos" / "episodes"
+    shutil.copy(episodes / "episode_000000.hdf5", episodes / "episode_000009.hdf5")
+    with pytest.raises(ConfigError, match=r"holds the scene reach/\d/sampled:\d+/s0 more than once \(1 such scenes\)"):
+        evaluate(config_of(tmp_path / "replay", "replay", dataset=str(episodes), episodes_per_task=None))
+    assert not (tmp_path / "replay").exists()
 
 
 @pytest.fixture
@@ -194,6 +208,16 @@ def test_a_record_says_at_which_commits_its_episodes_ran(tmp_path: Path) -> None
     assert json.loads((tmp_path / "reach" / "record.json").read_text())["metrics"]["commits"] == {"noop": "aaaa, bbbb"}
 
 
+def test_compare_pairs_what_two_evaluations_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many inits each had does not count: what only one ran is left out, and said."""
+    evaluate(config_of(tmp_path / "noop", "noop", tasks=(1,)))
+    evaluate(config_of(tmp_path / "expert", "expert", tasks=(1,), episodes_per_task=2))
+    assert run_compare(tmp_path / "noop", tmp_path / "expert") == 0
+    shown = capsys.readouterr().out
+    assert "B - A over 2 pairs: +100.0 points" in shown
+    assert "left out, only in A: 1 specs, for example reach/1/" in shown
+
+
 def test_the_gain_between_two_conditions_is_paired(tmp_path: Path) -> None:
     """Three scenes lost by no-op and won by the expert: +100 points, and p is twice the half of a half of a half."""
     evaluate(config_of(tmp_path / "noop", "noop", tasks=(1,)))
@@ -206,6 +230,36 @@ def test_the_gain_between_two_conditions_is_paired(tmp_path: Path) -> None:
     assert metrics["points_gained_95"] == [round(100 * end, 2) for end in paired_difference_interval(3, 0, 3)]
     with pytest.raises(RecordError, match=r"--gain noop=export: no row has condition 'export'; did you mean 'expert'"):
         make_record.main([*common, "--gain", "noop=export"])
+
+
+def test_a_gain_over_evaluations_that_compare_would_refuse_is_refused(tmp_path: Path) -> None:
+    """Also one with a kept condition, whose rows say in which state each spec began."""
+    raw = EnvConfig(kind="reach", resolution=64, orientation=Orientation.RAW)
+    evaluate(config_of(tmp_path / "noop", "noop", tasks=(1,), env=raw))
+    evaluate(config_of(tmp_path / "expert", "expert", tasks=(1,)))
+    common = ["reach", "--command", "vla-rl eval x.yaml", "--root", str(tmp_path)]
+    noop, expert = (f"--run={name}={tmp_path / name}" for name in ("noop", "expert"))
+    with pytest.raises(RecordError, match=r"they were not evaluated alike:\n  protocol orientation: raw against rotated_180\n"):
+        make_record.main([*common, noop, expert, "--gain", "noop=expert"])
+    assert make_record.main([*common, noop]) == 0
+    rows = tmp_path / "expert" / "episodes.jsonl"
+    rows.write_text(re.sub(r'"init_hash": "\w+"', '"init_hash": "another"', rows.read_text()))
+    with pytest.raises(RecordError, match="--gain noop=expert: initial states differ in 3 specs, for example reach/1/"):
+        make_record.main([*common, expert, "--keep", "noop", "--gain", "noop=expert"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run=a=one", "--run=a=two"], "--run a is given twice, as one and two; give each its own name"),
+        (["--run=a=one", "--recipe=b=one", "--recipe=b=two"], "--recipe b is given twice"),
+        (["--run=a=one", "--metric=x=1", "--metric=x=2"], "--metric x is given twice"),
+        (["--run=a=one", "--bar=x=1", "--bar-at-most=x=2"], "--bar and --bar-at-most are both given for x; give one"),
+    ],
+)
+def test_a_name_that_is_given_twice_loses_nothing(options: list[str], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        make_record.main(["reach", "--command", "vla-rl eval x.yaml", *options])
 
 
 def test_spans_explain_the_time(tmp_path: Path) -> None:

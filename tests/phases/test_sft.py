@@ -285,6 +285,21 @@ def test_training_that_diverges_ends_with_a_remedy_and_no_traceback(
     assert "start again in a new run_dir with a lower engine.lr" in capsys.readouterr().err
 
 
+def test_a_finished_run_goes_on_where_no_rate_depends_on_its_length(recipe: SftConfig, tmp_path: Path) -> None:
+    """Bit for bit as a run that was as long from the start; with a schedule over the updates it would be another one."""
+    constant = replace(recipe, engine=replace(recipe.engine, schedule="constant", warmup_fraction=0.0))
+    longer = replace(constant, run_dir=str(tmp_path / "longer"))
+    assert run_sft(longer) == run_sft(replace(constant, updates=5)) == 0
+    assert run_sft(constant) == 0
+    assert losses(constant) == losses(longer)
+    assert same_weights(constant, longer)
+    assert run_sft(replace(constant, updates=3)) == 0, "it is longer than that already"
+    warm = replace(constant, run_dir=str(tmp_path / "warm"), engine=replace(constant.engine, warmup_fraction=0.1), updates=1)
+    assert run_sft(warm) == 0
+    with pytest.raises(ConfigError, match="updates: 1 -> 2"):
+        run_sft(replace(warm, updates=2))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

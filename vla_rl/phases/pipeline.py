@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from vla_rl.collection.collect import CollectConfig, free_to_change, run_collect
+from vla_rl.collection import collect
+from vla_rl.collection.collect import CollectConfig, run_collect
 from vla_rl.collection.operators import ReplayOperator
 from vla_rl.collection.plan import plan_demonstrations
 from vla_rl.config import ConfigError, build, to_plain
@@ -20,8 +21,9 @@ from vla_rl.eval.plan import plan_episodes
 from vla_rl.eval.protocol import get_protocol
 from vla_rl.eval.report import write_report
 from vla_rl.eval.runner import run_eval
+from vla_rl.phases import rl, sft
 from vla_rl.phases.dagger import DaggerConfig, dagger_recipes
-from vla_rl.phases.rl import FREE_TO_CHANGE, run_rl
+from vla_rl.phases.rl import run_rl
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_specs import training_scenes
 from vla_rl.phases.sft import SftConfig, run_sft
@@ -157,8 +159,10 @@ def check_phase(recipe: Recipe) -> None:
 def _free_to_change(recipe: Recipe) -> Sequence[str]:
     """The key paths that the phase's own command lets change when it goes on."""
     if isinstance(recipe, CollectConfig):
-        return free_to_change(recipe)
-    return FREE_TO_CHANGE if isinstance(recipe, RlConfig) else ()
+        return collect.free_to_change(recipe)
+    if isinstance(recipe, SftConfig):
+        return sft.free_to_change(recipe)
+    return rl.FREE_TO_CHANGE if isinstance(recipe, RlConfig) else ()
 
 
 def _run_phase(recipe: Recipe) -> int:

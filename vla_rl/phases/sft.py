@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ class SftConfig:
     seed: int = 0
     """Of initial weights, sample order and noise; at least 0."""
     updates: int = 2000
-    """Optimizer steps; at least 1."""
+    """Optimizer steps; at least 1. A finished run goes on when it is raised, if no rate depends on it: engine.schedule `constant`, and
+    engine.warmup_fraction 0."""
     global_batch_size: int = 64
     """Samples of one update over all ranks; a multiple of the number of ranks."""
     micro_batch_size_per_rank: int = 64
@@ -108,6 +109,11 @@ class _Training:
     validation: Validation | None
 
 
+def free_to_change(config: SftConfig) -> tuple[str, ...]:
+    """The key paths that may change when a run goes on: its length, where every update would be the same in a longer one."""
+    return ("updates",) if config.engine.schedule == "constant" and config.engine.warmup_fraction == 0 else ()
+
+
 def run_sft(config: SftConfig) -> int:
     """Train, or go on training, until `config.updates`. Returns 0, or 130 after Ctrl-C (with a checkpoint written).
 
@@ -129,7 +135,7 @@ def run_sft(config: SftConfig) -> int:
         _report(training)
     training.loader.close()
     close_world()
-    return 0 if engine.updates == config.updates else INTERRUPTED
+    return 0 if engine.updates >= config.updates else INTERRUPTED
 
 
 def _train(training: _Training, interrupt: Interrupt, log: MetricLog | None, progress: UpdateProgress) -> None:
@@ -172,8 +178,7 @@ def _prepare(config: SftConfig, stack: ExitStack) -> _Training:
     world = open_world(config.engine.device)
     if config.global_batch_size % world.size:
         raise ConfigError(f"global_batch_size is {config.global_batch_size}, which {world.size} ranks cannot share; make it a multiple")
-    opened = RunDirectory.open(config.run_dir, config) if world.leads else nullcontext(RunDirectory(Path(config.run_dir)))
-    run = stack.enter_context(opened)
+    run = stack.enter_context(_open_run(config) if world.leads else nullcontext(RunDirectory(Path(config.run_dir))))
     world.barrier()
     dataset, validation = open_datasets(config.data)
     policy = _make_policy(config, dataset, run, world)
@@ -189,6 +194,10 @@ def _prepare(config: SftConfig, stack: ExitStack) -> _Training:
 
 def _held_out(config: SftConfig, dataset: EpisodeDataset) -> Validation:
     return Validation(dataset, config.seed, config.validation_samples, config.micro_batch_size_per_rank, config.noise_draws)
+
+
+def _open_run(config: SftConfig) -> AbstractContextManager[RunDirectory]:
+    return RunDirectory.open(config.run_dir, config, free_to_change(config))
 
 
 def _make_loader(config: SftConfig, dataset: EpisodeDataset, chunk_length: int, world: World) -> TrainLoader:
