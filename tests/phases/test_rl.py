@@ -216,6 +216,23 @@ def test_the_policy_stands_still_while_the_critic_warms_up(initial: Path, tmp_pa
     assert not torch.equal(policy["critic.layers.0.weight"], fresh["critic.layers.0.weight"])
 
 
+def test_a_resume_in_the_warm_up_of_the_critic(
+    initial: Path, tmp_path: Path, reach_demonstrations_32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Demonstrations wait for the policy too: their gradient moved nothing, and took its part of the critic's clipped norm."""
+    warming = replace(PPO, critic=CriticSettings(learning_rate=1e-2, warmup_steps=2), cloning=CloningSettings(0.5, global_batch_size=6))
+    data = DataConfig(paths=(str(reach_demonstrations_32),), validation_fraction=0.0)
+    whole = rl_recipe(tmp_path / "whole", initial, algorithm=warming, demonstrations=data, steps=3)
+    broken = replace(whole, run_dir=str(tmp_path / "broken"))
+    assert rl.run_rl(whole) == 0
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 1)
+        assert rl.run_rl(broken) == 130
+    assert rl.run_rl(broken) == 0
+    assert same_weights(whole, broken) and metrics_of(whole) == metrics_of(broken)
+    assert [row["cloning_weight"] for row in metrics_of(whole)] == [0.0, 0.0, 0.5]
+
+
 def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Change something about the learner, and nothing about who acts."""
     plain = rl_trainer.open_learner
