@@ -32,6 +32,7 @@ from vla_rl.phases.rl_heads import with_heads
 from vla_rl.phases.rl_update import Learner
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.policies.module import HEADS
 from vla_rl.sim.libero.egl import renderer_name
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_json, read_jsonl
@@ -214,6 +215,18 @@ def test_the_policy_stands_still_while_the_critic_warms_up(initial: Path, tmp_pa
     assert all(torch.equal(policy[name], weight) for name, weight in before.items())
     fresh = with_heads(config, load_policy(initial)).state_dict()
     assert not torch.equal(policy["critic.layers.0.weight"], fresh["critic.layers.0.weight"])
+
+
+@pytest.mark.parametrize("trainable", ["expert", "lora"])
+def test_new_heads_learn_whatever_else_is_frozen(trainable: Any, initial: Path, tmp_path: Path) -> None:
+    """With adapters they kept their random weights for all of a run."""
+    engine = replace(rl_recipe(tmp_path, initial).engine, trainable=trainable)
+    config = rl_recipe(tmp_path / "run", initial, exploration=Exploration("flow_noise"), engine=engine, **ONE_STEP)
+    assert rl.run_rl(config) == 0
+    fresh = with_heads(config, load_policy(initial)).state_dict()
+    policy = load_policy(Path(config.run_dir) / "checkpoints" / "last" / "policy").state_dict()
+    changed = {name for name, weight in policy.items() if not torch.equal(weight, fresh[name])}
+    assert changed > {name for name in fresh if name.startswith(HEADS)}
 
 
 def test_a_resume_in_the_warm_up_of_the_critic(
