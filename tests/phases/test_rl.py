@@ -33,11 +33,13 @@ from vla_rl.phases.rl_update import Learner
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
 from vla_rl.policies.module import HEADS
+from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.libero.egl import renderer_name
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_json, read_jsonl
 from vla_rl.telemetry.spans import leaf_shares
 
+VALIDATION = EvaluationConfig(every=1, suite="reach", env=EnvConfig(kind="reach", resolution=32))
 ONE_STEP = {"steps": 1, "checkpoint_every": 1}
 BF16 = EngineConfig(lr=1e-3, schedule="constant", warmup_fraction=0.0, device="cpu", shard_by="root", precision="bf16")
 
@@ -324,7 +326,7 @@ def test_the_best_policy_stays_the_best_over_a_resume(initial: Path, tmp_path: P
 
     monkeypatch.setattr(rl_best, "evaluate_checkpoint", evaluate)
     monkeypatch.setattr(rl, "rl_step", step)
-    config = rl_recipe(tmp_path / "run", initial, steps=3, checkpoint_every=1, evaluation=EvaluationConfig(every=1))
+    config = rl_recipe(tmp_path / "run", initial, steps=3, checkpoint_every=1, evaluation=VALIDATION)
     for _ in range(2):
         with pytest.raises(Killed):
             rl.run_rl(config)

@@ -19,6 +19,7 @@ from reach_data import record_reach
 from safetensors.torch import load_file
 
 from vla_rl.config import ConfigError, to_plain
+from vla_rl.conventions import ConventionMismatch, Conventions
 from vla_rl.datasets.loader import DataConfig, open_datasets
 from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import EngineError
@@ -28,7 +29,7 @@ from vla_rl.phases.loggers import LoggerConfig
 from vla_rl.phases.progress import UpdateProgress
 from vla_rl.phases.sft import SftConfig, noise_seeds, run_sft
 from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
-from vla_rl.policies.checkpoint import load_policy
+from vla_rl.policies.checkpoint import load_policy, save_policy
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
@@ -174,6 +175,21 @@ def test_a_saved_policy_is_a_start(recipe: SftConfig, straight: SftConfig, tmp_p
     ours, theirs = saved(tuned), saved(straight)
     # one Adam step of 1e-12 / 25 is below half an ulp of nearly every weight
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-9, rtol=0) for name in theirs)
+
+
+def test_a_start_of_other_conventions_than_the_data_is_refused(recipe: SftConfig, straight: SftConfig, tmp_path: Path) -> None:
+    policy = load_policy(Path(straight.run_dir) / "checkpoints" / "last" / "policy")
+    policy.spec = replace(policy.spec, conventions=Conventions(control_rate_hz=10))
+    save_policy(policy, tmp_path / "policy")
+    with pytest.raises(ConventionMismatch, match="control_rate_hz: initial_policy has 10, data has 20"):
+        run_sft(replace(recipe, initial_policy=str(tmp_path / "policy"), updates=1))
+
+
+def test_an_evaluation_that_cannot_run_is_found_before_anything_is_trained(recipe: SftConfig) -> None:
+    config = replace(recipe, evaluation=EvaluationConfig(every=4, suite="reach", env=EnvConfig(kind="reach", resolution=32)))
+    with pytest.raises(ConfigError, match=r"evaluation\.env\.resolution is 32, and the policy's pictures have 64 px"):
+        run_sft(config)
+    assert not (Path(config.run_dir) / "checkpoints").exists()
 
 
 def test_evaluation_during_training_is_in_the_metrics(recipe: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vla_rl.config import ConfigError
+from vla_rl.conventions import require_equal
 from vla_rl.datasets.loader import TrainLoader, open_datasets
 from vla_rl.datasets.samples import SampleBatch
 from vla_rl.phases.rl_config import RlConfig
@@ -33,9 +34,13 @@ class CloningStream:
 
 
 def open_cloning(config: RlConfig, policy: PolicyModule) -> CloningStream:
-    """The stream of a recipe. The policy keeps its own statistics. Raises ConfigError for pictures of another size than it was made for."""
+    """The stream of a recipe. The policy keeps its own statistics.
+
+    Raises ConfigError for pictures of another size than it was made for, ConventionMismatch for data of other conventions.
+    """
     assert config.demonstrations is not None, "called where there are some"
     dataset, _ = open_datasets(config.demonstrations)
+    require_equal("initial_policy", policy.spec.conventions, "demonstrations", dataset.infos[0].conventions)
     found = dataset.infos[0].resolution
     if found != policy.spec.resolution:
         raise ConfigError(f"demonstrations has pictures of {found} px, the initial policy was made for {policy.spec.resolution} px")

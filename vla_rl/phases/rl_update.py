@@ -86,7 +86,7 @@ def score(learner: Learner, rows: TrainingRows, policy: PolicyModule | None) -> 
     world, outputs = learner.engine.world, list[ScoredTransitions]()
     dealt = rank_batches(torch.arange(len(rows)), rows.rank_B, world.size, learner.algorithm.micro_batch_size_per_rank)
     for index_W in dealt.row_RSW[world.rank]:
-        batch = learner.policy.preprocess([rows.observations[row] for row in index_W.tolist()])
+        batch = (policy or learner.policy).preprocess([rows.observations[row] for row in index_W.tolist()])
         record = rows.record.select(index_W).to(world.device)
         if policy is None:
             outputs.append(learner.engine.infer(lambda own, b=batch, r=record: own.log_prob(b, r, learner.exploration)))

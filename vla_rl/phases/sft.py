@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from vla_rl.config import ConfigError
+from vla_rl.conventions import require_equal
 from vla_rl.datasets.loader import DataConfig, TrainLoader, open_datasets
 from vla_rl.datasets.samples import EpisodeDataset, SampleBatch
 from vla_rl.datasets.stats import compute_statistics
@@ -29,7 +30,7 @@ from vla_rl.engine.engine import Engine, LossResult, StepResult
 from vla_rl.engine.world import World, close_world, open_world
 from vla_rl.episode import ACTION_DIM
 from vla_rl.phases.action_tokenizer import tokenizer_folder
-from vla_rl.phases.evaluation import EvaluationConfig, evaluate_checkpoint
+from vla_rl.phases.evaluation import EvaluationConfig, check_evaluation, evaluate_checkpoint
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
 from vla_rl.phases.loggers import LoggerConfig, MetricLog, owes_evaluation
 from vla_rl.phases.progress import UpdateProgress
@@ -183,6 +184,7 @@ def _prepare(config: SftConfig, stack: ExitStack) -> _Training:
     world.barrier()
     dataset, validation = open_datasets(config.data)
     policy = _make_policy(config, dataset, run, world)
+    check_evaluation(config.evaluation, policy.spec.resolution)
     if config.noise_draws > 1 and not isinstance(policy, FlowPolicy):
         raise ConfigError(f"noise_draws is {config.noise_draws}, but a {policy.config.family!r} policy denoises nothing; set it to 1")
     engine = Engine(policy, config.engine, config.updates, world)
@@ -202,7 +204,9 @@ def _make_loader(config: SftConfig, dataset: EpisodeDataset, chunk_length: int, 
 def _make_policy(config: SftConfig, dataset: EpisodeDataset, run: RunDirectory, world: World) -> PolicyModule:
     """Statistics are fixed here, once: the dataset's, or those that the initial policy was trained with."""
     if config.initial_policy is not None:
-        return load_policy(config.initial_policy)
+        policy = load_policy(config.initial_policy)
+        require_equal("initial_policy", policy.spec.conventions, "data", dataset.infos[0].conventions)
+        return policy
     first = dataset.infos[0]
     spec = policy_spec(config.policy, first.resolution, first.conventions)
     statistics = compute_statistics(dataset)
