@@ -193,14 +193,17 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, also with another number of ranks or workers.
 
-        Raises ValueError when seed, dataset size or batch size are not those of the state: the order would be another one.
+        Raises DatasetError when seed, dataset size or batch size are not those of the state: the order would be another one.
         """
         own = self.state_dict()
         unlike = [
             f"{name} is {own[name]}, the checkpoint has {state[name]}" for name in own if name != "update" and own[name] != state[name]
         ]
         if unlike:
-            raise ValueError("cannot continue this order of samples: " + "; ".join(unlike))
+            raise DatasetError(
+                f"cannot continue this order of samples: {'; '.join(unlike)}; restore the episodes that were added, removed or changed, or "
+                "start in a new run_dir"
+            )
         self.close()
         self.update = int(state["update"])
 

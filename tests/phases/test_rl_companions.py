@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vla_rl.algorithms.config import CloningSettings, DistillationSettings
 from vla_rl.config import ConfigError
 from vla_rl.conventions import ConventionMismatch, Conventions
 from vla_rl.datasets.loader import DataConfig
+from vla_rl.datasets.schema import DatasetError
 from vla_rl.phases import rl
 from vla_rl.phases.evaluation import EvaluationConfig
 from vla_rl.phases.pipeline import check_phase
@@ -72,6 +74,20 @@ def test_demonstrations_of_other_conventions_are_refused(initial: Path, tmp_path
     policy.spec = replace(policy.spec, conventions=Conventions(control_rate_hz=10))
     with pytest.raises(ConventionMismatch, match="control_rate_hz: initial_policy has 10, demonstrations has 20"):
         open_cloning(config, policy)
+
+
+def test_a_resume_with_other_demonstrations_is_an_error_for_the_user(initial: Path, tmp_path: Path, reach_demonstrations_32: Path) -> None:
+    folder = tmp_path / "demonstrations"
+    shutil.copytree(reach_demonstrations_32, folder)
+    algorithm = replace(PPO, cloning=CloningSettings(coefficient=0.5, global_batch_size=6))
+    data = DataConfig(paths=(str(folder),), validation_fraction=0.0)
+    config = rl_recipe(tmp_path / "run", initial, algorithm=algorithm, demonstrations=data, **ONE_STEP)
+    assert rl.run_rl(config) == 0
+    files = sorted(folder.rglob("*.hdf5"))
+    assert len(files) > 1
+    files[0].unlink()
+    with pytest.raises(DatasetError, match=r"num_samples is \d+, the checkpoint has \d+; restore the episodes"):
+        rl.run_rl(replace(config, steps=2))
 
 
 @pytest.mark.parametrize(
