@@ -94,9 +94,13 @@ def _verdict(phases: Sequence[Phase]) -> str:
 
 
 def _training_verdict(phases: Sequence[Phase]) -> str:
-    """The last loss, where nothing was evaluated."""
+    """How the last training ended, where nothing was evaluated: the success of RL's rollouts, or the last loss."""
     for phase in reversed(phases):
         found = curves(phase.metrics)
+        if "success" in found:
+            step, rate = found["success"][-1]
+            text = f"of the rollouts of step {step:,.0f} succeeded, on training scenes. Nothing was evaluated in simulation yet."
+            return f'<div class="verdict"><div class="big">{100 * rate:.3g}<small>%</small></div><p class="lead">{text}</p></div>'
         for name in ("validation_loss", "loss"):
             if name in found:
                 step, value = found[name][-1]

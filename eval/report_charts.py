@@ -121,7 +121,8 @@ def _axes(x_scale: _Scale, y_scale: _Scale, x_name: str) -> str:
 
 
 def _line(number: int, name: str, curve: Curve, x_scale: _Scale, y_scale: _Scale) -> str:
-    points = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in curve)
+    drawn = curve if len(curve) > 1 else [*curve, *curve]  # a line without length is a dot, because its ends are round
+    points = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in drawn)
     return f'<polyline class="line s{number % SERIES}" points="{points}"><title>{escape(name)}</title></polyline>'
 
 

@@ -133,7 +133,7 @@ def curves(metrics: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
         for name, value in row.items():
             if name not in NO_SERIES and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
                 found.setdefault(name, []).append((step, float(value)))
-    return {name: curve for name, curve in found.items() if len(curve) > 1}
+    return found
 
 
 @dataclass(frozen=True)

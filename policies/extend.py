@@ -7,11 +7,8 @@ from dataclasses import replace
 from vla_rl.config import ConfigError
 from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.factory import make_policy
-from vla_rl.policies.module import PolicyModule
+from vla_rl.policies.module import HEADS, PolicyModule
 from vla_rl.policies.noise_head import NoiseHeadConfig
-
-HEADS = ("critic.", "noise_head.")
-"""Prefixes of the names of the heads' weights."""
 
 
 def extend_policy(policy: PolicyModule, critic: CriticConfig | None, noise_head: NoiseHeadConfig | None, seed: int) -> PolicyModule:

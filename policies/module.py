@@ -21,6 +21,8 @@ from vla_rl.policies.processor import Normalization, Processor, ProcessorConfig
 from vla_rl.policies.statistics import Statistics
 from vla_rl.policies.tokenizer import PromptTokenizer
 
+HEADS = ("critic.", "noise_head.")
+"""Prefixes of the names of the weights of heads that reinforcement learning adds."""
 LEAST_SIZES = {
     "denoise_steps": 1,
     "prompt_tokens": 1,
@@ -142,6 +144,10 @@ class PolicyModule(nn.Module, ABC):
             raise ValueError(f"trainable parameters {selection!r} are not one of 'all', 'expert'")
         frozen = self.backbone_prefixes() if selection == "expert" else ()
         return [name for name, parameter in self.named_parameters() if parameter.requires_grad and not name.startswith(frozen)]
+
+    def head_names(self) -> list[str]:
+        """Names of the parameters of heads that reinforcement learning adds: they start from random weights, so they learn in any case."""
+        return [name for name, _ in self.named_parameters() if name.startswith(HEADS)]
 
     def published_name(self, name: str) -> str:
         """The name under which one of our tensors is saved: the published one, where the family has one."""

@@ -42,7 +42,7 @@ def two_nodes() -> Iterator[Cluster]:
 
 
 @pytest.mark.faults
-def test_two_nodes_give_the_bits_of_one_process_also_when_a_worker_is_killed(
+def test_two_nodes_give_the_bits_of_one_process_also_when_both_workers_are_killed(
     two_nodes: Cluster, inline: RlConfig, initial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, parcels, places, killed = Collector._take, list[RayParcel](), set[tuple[str, str]](), list[int]()
@@ -52,15 +52,16 @@ def test_two_nodes_give_the_bits_of_one_process_also_when_a_worker_is_killed(
         plain(self, worker, post, *arguments)
         parcels.extend(rolled.parcel for rolled in self._rolled.values() if rolled.parcel not in parcels)
         if self._crew._version == 1 and not killed:
-            killed.append(int(Path(self._crew.workers[1].name.log).stem.rpartition("-")[2]))
-            os.kill(killed[0], signal.SIGKILL)
+            killed.extend(int(Path(member.name.log).stem.rpartition("-")[2]) for member in self._crew.workers)
+            for process in killed:
+                os.kill(process, signal.SIGKILL)
 
     monkeypatch.setattr(Collector, "_take", take)
     config = rl_recipe(tmp_path / "run", initial, **RUN, cluster=TWO_NODES)
     assert rl.run_rl(config) == 0
     assert same_weights(config, inline)
-    assert len({node for node, _ in places}) == 2 and len({log for _, log in places}) == 4, "rank, two workers, and another life of one"
-    assert killed and not psutil.pid_exists(killed[0])
+    assert len({node for node, _ in places}) == 2 and len({log for _, log in places}) == 5, "rank, two workers, and another life of both"
+    assert len(killed) == 2 and not any(psutil.pid_exists(process) for process in killed)
     located = ray.experimental.get_object_locations([parcel.reference for parcel in parcels])
     sizes = [place["object_size"] for place in located.values()]
     assert len(sizes) == 12 and min(sizes) > 200_000, "every episode lies in an object store, once"

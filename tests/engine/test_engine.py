@@ -95,6 +95,28 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(world: Wor
     assert (engine.version, engine.skipped, engine.updates) == (2, 1, 3)
 
 
+def test_parameters_that_were_held_still_begin_as_adam_begins(world: World) -> None:
+    """Their moments saw gradients of 0 and their bias correction counted those updates: the first real updates were too small or large."""
+    config = EngineConfig(lr=1e-2, betas=(0.9, 0.999), schedule="constant", warmup_fraction=0.0, weight_decay=0.0, grad_clip_norm=1e9)
+    engine = Engine(TinyPolicy(), config, 8, world, groups=("expert.",))
+    others = [name for name in engine.trainable() if not name.startswith("expert.")]
+    start = weights(engine)
+    for update in range(30):
+        engine.forward_backward([rows(16, seed=update)], loss, count)
+        expected = torch.cat([g.flatten() for name, g in gradient(engine).items() if name not in others]).norm()
+        assert engine.optim_step({"": 0.0}).grad_norm == pytest.approx(float(expected), rel=1e-5)  # sums in another order
+    held = weights(engine)
+    assert all(torch.equal(held[name], start[name]) for name in others) and not torch.equal(held["expert.bias"], start["expert.bias"])
+    engine.forward_backward([rows(16)], loss, count)
+    gradients = gradient(engine)
+    engine.optim_step()
+    for name, tensor in weights(engine).items():
+        if name in others:
+            g = gradients[name]
+            # Adam's first update: lr g / (|g| + eps); weights of order 1 are rounded to 1e-7
+            torch.testing.assert_close(held[name] - tensor, 1e-2 * g / (g.abs() + 1e-8), atol=5e-7, rtol=1e-5)
+
+
 def test_standing_still_for_good_is_an_error(world: World) -> None:
     engine = make(world)
     batch = rows(4)

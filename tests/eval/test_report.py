@@ -139,6 +139,18 @@ def test_a_training_alone_and_an_evaluation_alone(demo: Path) -> None:
     assert page.count("<polyline") == 2, "loss and validation loss; constants and counters are no curves"
 
 
+def test_a_training_of_one_step_has_its_numbers(tmp_path: Path) -> None:
+    """And one that was evaluated once: the page said that nothing was trained, and left out what there is once."""
+    write_json(tmp_path / "environment.json", {})
+    (tmp_path / "config.yaml").write_text("steps: 1\n")
+    append_jsonl(tmp_path / "metrics.jsonl", {"update": 1, "success": 0.25, "success/reach_0": 0.5, "success/reach_1": 0.0, "loss": -0.01})
+    append_jsonl(tmp_path / "metrics.jsonl", {"update": 1, "validation_success_rate": 0.75, "step_s": 2.0})
+    page = write_report(tmp_path).read_text()
+    text = text_of(page)
+    assert "25 % of the rollouts of step 1 succeeded" in text and "Nothing was trained" not in text
+    assert "validation success rate 0.75" in text and page.count("<polyline") == 5, "two rates, two tasks, one loss"
+
+
 def test_an_incomplete_evaluation_says_so(fakes: Any, tmp_path: Path) -> None:
     write_evaluation(fakes, tmp_path / "run", "ssc", "policy")
     text = text_of(write_report(tmp_path / "run").read_text())
@@ -185,6 +197,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_curves_are_numbers_over_updates() -> None:
     rows = [{"update": 5, "loss": 1, "name": "x", "ok": True, "bad": float("nan")}, {"update": 9, "loss": 0.5, "bad": float("inf")}]
     assert curves(rows) == {"loss": [(5, 1), (9, 0.5)]}
+    assert curves(rows[:1]) == {"loss": [(5, 1)]}
 
 
 def test_time_is_shared_among_leaves_of_the_longest_root_first() -> None:

@@ -32,11 +32,14 @@ from vla_rl.phases.rl_heads import with_heads
 from vla_rl.phases.rl_update import Learner
 from vla_rl.policies.checkpoint import load_policy
 from vla_rl.policies.flow_stochastic import Exploration
+from vla_rl.policies.module import HEADS
+from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.libero.egl import renderer_name
 from vla_rl.sim.pool import PoolConfig
 from vla_rl.telemetry.files import read_json, read_jsonl
 from vla_rl.telemetry.spans import leaf_shares
 
+VALIDATION = EvaluationConfig(every=1, suite="reach", env=EnvConfig(kind="reach", resolution=32))
 ONE_STEP = {"steps": 1, "checkpoint_every": 1}
 BF16 = EngineConfig(lr=1e-3, schedule="constant", warmup_fraction=0.0, device="cpu", shard_by="root", precision="bf16")
 
@@ -216,6 +219,35 @@ def test_the_policy_stands_still_while_the_critic_warms_up(initial: Path, tmp_pa
     assert not torch.equal(policy["critic.layers.0.weight"], fresh["critic.layers.0.weight"])
 
 
+@pytest.mark.parametrize("trainable", ["expert", "lora"])
+def test_new_heads_learn_whatever_else_is_frozen(trainable: Any, initial: Path, tmp_path: Path) -> None:
+    """With adapters they kept their random weights for all of a run."""
+    engine = replace(rl_recipe(tmp_path, initial).engine, trainable=trainable)
+    config = rl_recipe(tmp_path / "run", initial, exploration=Exploration("flow_noise"), engine=engine, **ONE_STEP)
+    assert rl.run_rl(config) == 0
+    fresh = with_heads(config, load_policy(initial)).state_dict()
+    policy = load_policy(Path(config.run_dir) / "checkpoints" / "last" / "policy").state_dict()
+    changed = {name for name, weight in policy.items() if not torch.equal(weight, fresh[name])}
+    assert changed > {name for name in fresh if name.startswith(HEADS)}
+
+
+def test_a_resume_in_the_warm_up_of_the_critic(
+    initial: Path, tmp_path: Path, reach_demonstrations_32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Demonstrations wait for the policy too: their gradient moved nothing, and took its part of the critic's clipped norm."""
+    warming = replace(PPO, critic=CriticSettings(learning_rate=1e-2, warmup_steps=2), cloning=CloningSettings(0.5, global_batch_size=6))
+    data = DataConfig(paths=(str(reach_demonstrations_32),), validation_fraction=0.0)
+    whole = rl_recipe(tmp_path / "whole", initial, algorithm=warming, demonstrations=data, steps=3)
+    broken = replace(whole, run_dir=str(tmp_path / "broken"))
+    assert rl.run_rl(whole) == 0
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 1)
+        assert rl.run_rl(broken) == 130
+    assert rl.run_rl(broken) == 0
+    assert same_weights(whole, broken) and metrics_of(whole) == metrics_of(broken)
+    assert [row["cloning_weight"] for row in metrics_of(whole)] == [0.0, 0.0, 0.5]
+
+
 def plant(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Change something about the learner, and nothing about who acts."""
     plain = rl_trainer.open_learner
@@ -294,7 +326,7 @@ def test_the_best_policy_stays_the_best_over_a_resume(initial: Path, tmp_path: P
 
     monkeypatch.setattr(rl_best, "evaluate_checkpoint", evaluate)
     monkeypatch.setattr(rl, "rl_step", step)
-    config = rl_recipe(tmp_path / "run", initial, steps=3, checkpoint_every=1, evaluation=EvaluationConfig(every=1))
+    config = rl_recipe(tmp_path / "run", initial, steps=3, checkpoint_every=1, evaluation=VALIDATION)
     for _ in range(2):
         with pytest.raises(Killed):
             rl.run_rl(config)

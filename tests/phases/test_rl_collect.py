@@ -82,6 +82,31 @@ def test_episodes_are_dealt_evenly(algorithm: AlgorithmConfig, episodes: int, fi
     assert rollout is not None and len(rollout.episodes) == episodes == sum(len(part) for worker in workers for part in worker.dealt)
 
 
+def test_what_a_worker_had_not_ended_runs_again_where_it_was_replaced_together_with_another_one(tmp_path: Path) -> None:
+    """It had answered before it died, and its next life knows nothing of the rest of its queue."""
+    config = rl_recipe(tmp_path, tmp_path, cluster=ClusterConfig(backend="process", rollout_workers=2))
+    workers, lost = [Worker(), Worker()], Worker()
+    crew, replaced = crew_of(workers), list[int]()
+
+    def die(method: str, specs: Sequence[EpisodeSpec]) -> Any:
+        lost.queue += specs
+
+        def result() -> Any:
+            raise LOST
+
+        return SimpleNamespace(result=result)
+
+    def replace_both(worker: int, member: Any, loss: RoleLost) -> None:
+        replaced.append(worker)
+        crew.workers = [Worker(), Worker()]
+
+    lost.call, crew.replace = die, replace_both  # type: ignore[method-assign]
+    crew.workers = [lost, workers[1]]
+    rollout = Collector(config, training_scenes(config), crew).collect(0, 0)
+    assert replaced == [0] and len(lost.queue) == 2
+    assert rollout is not None and len({rolled.episode.spec.key for rolled in rollout.episodes}) == len(rollout.episodes) == 4
+
+
 class AtOnce(Executor):
     """Runs what it is given before it returns."""
 

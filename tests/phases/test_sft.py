@@ -217,6 +217,13 @@ def test_a_start_that_was_made_for_other_episodes_is_refused(
         run_sft(tuned)
 
 
+def test_an_evaluation_that_cannot_run_is_found_before_anything_is_trained(recipe: SftConfig) -> None:
+    config = replace(recipe, evaluation=EvaluationConfig(every=4, suite="reach", env=EnvConfig(kind="reach", resolution=32)))
+    with pytest.raises(ConfigError, match=r"evaluation\.env\.resolution is 32, and the policy's pictures have 64 px"):
+        run_sft(config)
+    assert not (Path(config.run_dir) / "checkpoints").exists()
+
+
 def test_evaluation_during_training_is_in_the_metrics(recipe: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the run was killed in the last one, and has no update left."""
     evaluation = EvaluationConfig(

@@ -16,10 +16,13 @@ from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine
 from vla_rl.engine.world import World
 from vla_rl.weights import shared_memory
+from vla_rl.weights.collective import CollectiveReceiver
 from vla_rl.weights.digest import weights_digest
 from vla_rl.weights.errors import VersionError, WeightSyncError
 from vla_rl.weights.layout import held_weights
 from vla_rl.weights.transport import CollectiveAddress, Receiver, Sender, Transport, open_receiver
+
+plain_unpack = CollectiveReceiver._unpack
 
 
 def digest(engine: Engine) -> str:
@@ -94,6 +97,36 @@ def connected(threads: ThreadPoolExecutor, engine: Engine, policy: SyncedPolicy,
     acted_with = None if address.generation == 0 else 1
     receiver = threads.submit(open_receiver, address, policy, 0, acted_with)
     return Sender(engine, "collective", address), receiver.result()
+
+
+def unpack_and_lose(receiver: CollectiveReceiver) -> None:
+    """One tensor of the new version has arrived when the connection breaks."""
+    plain_unpack(receiver)
+    for tensor in receiver._tensors[1:]:
+        tensor.zero_()
+    raise WeightSyncError("a member was lost")
+
+
+def test_nothing_is_pulled_of_a_push_that_broke_off(world: World, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker died in it: what lies in the standby copy is of two versions, and was taken for the one before."""
+    place = MeetingPlace("127.0.0.1")
+    engine, policy = Engine(SyncedPolicy(), EngineConfig(), 1, world), SyncedPolicy(seed=1)
+    sender, receiver = connected(threads, engine, policy, CollectiveAddress(place.address, 0, 1, "gloo"))
+    for version in (1, 2):
+        change(engine.policy, version)  # type: ignore[arg-type]
+        arrived = threads.submit(receiver.receive)
+        sender.push(version)
+        if version == 1:
+            arrived.result()
+            assert receiver.pull(policy) == 1
+            monkeypatch.setattr(CollectiveReceiver, "_unpack", unpack_and_lose)
+    with pytest.raises(WeightSyncError, match="member was lost"):
+        arrived.result()
+    before = weights_digest(held_weights(policy))
+    with pytest.raises(WeightSyncError, match="the push after version 1 broke off"):
+        receiver.pull(policy)
+    assert weights_digest(held_weights(policy)) == before
+    place.close()
 
 
 def test_a_push_arrives_beside_the_policy_and_again_after_a_reconnect(world: World, threads: ThreadPoolExecutor) -> None:

@@ -63,7 +63,8 @@ class EngineConfig:
     """Decay per update of an exponential moving average of the weights, in (0, 1), at most (1 + n) / (10 + n) in update n; none keeps no
     average. Where there is one, it is what evaluation and the saved policy use."""
     trainable: Trainable = "all"
-    """`all` parameters; `expert` only (the policy's action expert and its projections); or `lora` adapters."""
+    """`all` parameters; `expert` only (the policy's action expert and its projections); or `lora` adapters. A critic and a noise head learn
+    in any case."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapters, when `trainable` is `lora`."""
     shard_by: Literal["blocks", "root"] = "blocks"

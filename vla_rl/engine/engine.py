@@ -130,13 +130,17 @@ class Engine:
         """Clip by the global norm, update the weights and the average, clear the gradient.
 
         `factors` scales the learning rate of a group, by the prefix that the engine was made with, or of all other parameters (`""`);
-        0 holds them still, weight decay included.
+        0 holds them still: no weight decay, and their gradient is dropped before it enters the norm or a moment, so that the first update
+        in which they move is Adam's first of them.
         A norm that is not finite skips the update: counted in `skipped`, reported, and the version stays. Raises DivergedError after
         `MAX_SKIPPED_IN_A_ROW` of them.
         """
         rate = learning_rate(self.config, self.updates, self.total_updates)
         for name, group in zip(self._group_names, self.optimizer.param_groups, strict=True):
-            group["lr"] = rate * (factors or {}).get(name, 1.0)
+            factor = (factors or {}).get(name, 1.0)
+            group["lr"] = rate * factor
+            if not factor:
+                _drop_gradients(group["params"])
         norm = self._clip()
         finite = math.isfinite(norm)
         if finite:
@@ -247,6 +251,11 @@ class Engine:
             for gradient in gradients:
                 gradient.mul_(self.config.grad_clip_norm / norm)
         return norm
+
+
+def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _broadcast(policy: nn.Module, world: World) -> None:

@@ -25,8 +25,17 @@ class HasExpert(Protocol):
         ...
 
 
+@runtime_checkable
+class HasHeads(Protocol):
+    """A policy that can say which of its parameters belong to heads that it was given to learn."""
+
+    def head_names(self) -> Sequence[str]:
+        """Names, as in `named_parameters`."""
+        ...
+
+
 def select_trainable(policy: nn.Module, config: EngineConfig) -> None:
-    """Freeze what shall not learn (in place), and insert adapters for `lora`.
+    """Freeze what shall not learn (in place), and insert adapters for `lora`; heads learn beside these.
 
     Raises EngineConfigError where the policy has no expert, or no layer that an adapter name matches.
     """
@@ -84,6 +93,10 @@ def _insert_adapters(policy: nn.Module, settings: LoraSettings) -> None:
     policy.requires_grad_(False)
     lora = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.target_modules), lora_dropout=0.0)  # pyright: ignore[reportArgumentType]
     inject_adapter_in_model(lora, policy, adapter_name=ADAPTER)
+    heads = set(policy.head_names()) if isinstance(policy, HasHeads) else set[str]()
+    for name, parameter in policy.named_parameters():
+        if name in heads:
+            parameter.requires_grad_(True)
 
 
 def _check_targets(policy: nn.Module, targets: Sequence[str]) -> None:

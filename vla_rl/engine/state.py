@@ -27,6 +27,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def training_state(engine: Engine) -> dict[str, Any]:
     """Weights, moments, average and RNG; the layout into which a checkpoint is read as well."""
+    _complete_moments(engine.optimizer)
     return {
         "model": get_model_state_dict(engine.policy),
         "optimizer": get_optimizer_state_dict(engine.policy, engine.optimizer, options=_FLAT),
@@ -44,6 +45,19 @@ def restore_state(engine: Engine, state: dict[str, Any]) -> None:
     saved = _unpacked(state["rng"])
     if engine.world.rank < len(saved):
         _set_rng_state(saved[engine.world.rank])
+
+
+def _complete_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that no update has moved yet the state from which AdamW begins.
+
+    A checkpoint so has the same names whoever was held still. torch's own way is an update with gradients of 0, which counts as one.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                step = torch.zeros((), device=parameter.device)
+                moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": step, **moments}
 
 
 def _rng_state() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from vla_rl.eval.report import write_report
 from vla_rl.eval.runner import run_eval
 from vla_rl.phases import rl, sft
 from vla_rl.phases.dagger import DaggerConfig, dagger_recipes
+from vla_rl.phases.evaluation import check_evaluation
 from vla_rl.phases.rl import run_rl
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_specs import training_scenes
@@ -150,8 +151,10 @@ def check_phase(recipe: Recipe) -> None:
             plan_demonstrations(recipe)
     elif isinstance(recipe, RlConfig):
         training_scenes(recipe)
+        check_evaluation(recipe.evaluation, recipe.env.resolution)
     elif isinstance(recipe, SftConfig):
         device_kind(recipe.engine.device, "engine.device")
+        check_evaluation(recipe.evaluation, None)  # the size of pictures is the data's, which an earlier phase may record
     elif recipe.actor != "replay":  # what it replays may be recorded by an earlier phase
         plan_episodes(recipe, get_protocol(recipe.protocol))
 

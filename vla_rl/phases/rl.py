@@ -18,6 +18,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from vla_rl.cluster.open import open_backend, open_meeting
+from vla_rl.phases.evaluation import check_evaluation
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
 from vla_rl.phases.loggers import MetricLog, owes_evaluation
 from vla_rl.phases.progress import UpdateProgress
@@ -57,9 +58,10 @@ class _Run:
 def run_rl(config: RlConfig, make_env: MakeEnv = make_env, make_trainer: MakeTrainer = TrainerRank) -> int:
     """Train, or go on training, until `config.steps`. Returns 0, or 130 after Ctrl-C (with a checkpoint written).
 
-    Raises ConfigError for a run directory of another recipe, FolderInUseError for one that another process writes to, ConnectError for a
-    policy and an env that do not fit, CheckpointError for a damaged checkpoint or a full disk, OnPolicyError where rollout and trainer do
-    not compute the same log-probabilities, RoleLost where a trainer rank dies, or a rollout worker keeps dying.
+    Raises ConfigError for a run directory of another recipe and an evaluation that cannot run, FolderInUseError for a directory that
+    another process writes to, ConnectError for a policy and an env that do not fit, CheckpointError for a damaged checkpoint or a full
+    disk, OnPolicyError where rollout and trainer do not compute the same log-probabilities, RoleLost where a trainer rank dies, or a
+    rollout worker keeps dying.
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
@@ -163,6 +165,7 @@ def _measures_noise(rl: _Run) -> bool:
 
 def _prepare(config: RlConfig, make_env: MakeEnv, make_trainer: MakeTrainer, stack: ExitStack) -> _Run:
     """Everything up to the first step: the roles, connected by weights, and the last checkpoint if there is one."""
+    check_evaluation(config.evaluation, config.env.resolution)
     run = stack.enter_context(RunDirectory.open(config.run_dir, config, FREE_TO_CHANGE))
     scenes = training_scenes(config)
     backend = stack.enter_context(closing(open_backend(config.cluster, run.path, run.spans_file, ROLES)))

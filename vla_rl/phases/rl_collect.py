@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
-from vla_rl.cluster.backend import Pending
+from vla_rl.cluster.backend import Member, Pending
 from vla_rl.cluster.errors import RoleLost
 from vla_rl.episode import Episode, EpisodeSpec
 from vla_rl.phases.rl_config import RlConfig
@@ -26,6 +26,8 @@ class _Post:
 
     dealt: list[EpisodeSpec] = field(default_factory=list[EpisodeSpec])
     """Episodes that it runs or will run."""
+    member: Member | None = None
+    """The worker's life to which they were dealt."""
     call: Pending | None = None
     """The `advance` that it is in."""
 
@@ -76,17 +78,18 @@ class Collector:
             fresh[worker].append(spec)
         for worker, post in waiting.items():
             if post.dealt:
-                post.call = self._crew.workers[worker].call("advance", fresh[worker])
+                post.member = self._crew.workers[worker]
+                post.call = post.member.call("advance", fresh[worker])
 
     def _take(self, worker: int, post: _Post, call: Pending, source: StepSource) -> None:
         """An episode ended, or its worker did: then another life runs again what was lost."""
+        assert post.member is not None, "it was called"
         post.call = None
         try:
             sealed = call.result()
         except RoleLost as loss:
-            self._again += post.dealt
-            post.dealt = []
-            self._crew.replace(worker, loss)
+            self._lose(post)
+            self._crew.replace(worker, post.member, loss)
             return
         episode, earned = sealed.value
         self._crew.proved_alive(worker)
@@ -94,6 +97,12 @@ class Collector:
         self._made_by[episode.spec.key] = worker
         self._rolled[episode.spec.key] = RolledEpisode(episode, earned, sealed.payload)
         source.report(episode)
+        if self._crew.workers[worker] is not post.member:  # it died after its answer, and was replaced together with another one
+            self._lose(post)
+
+    def _lose(self, post: _Post) -> None:
+        self._again += post.dealt
+        post.dealt = []
 
     def _rollout(self, step: int, source: StepSource, started: float) -> Rollout:
         rows = [rollout_row(episode, self._rolled[episode.spec.key].earned, step + 1) for episode in source.all_episodes()]

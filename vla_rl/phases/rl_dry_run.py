@@ -18,6 +18,7 @@ from vla_rl.config import ConfigError
 from vla_rl.engine.estimate import FLOAT32, RankMemory, rank_memory
 from vla_rl.engine.selection import select_trainable
 from vla_rl.episode import ACTION_DIM, STATE_DIM, Observation
+from vla_rl.phases.evaluation import check_evaluation
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.phases.rl_heads import with_heads
 from vla_rl.phases.rl_specs import training_scenes
@@ -35,6 +36,7 @@ GIB = 1 << 30
 
 def dry_run_rl(config: RlConfig) -> int:
     """Print the plan of a recipe; returns 0. Raises ConfigError (and whatever a run would) for a recipe that cannot run."""
+    check_evaluation(config.evaluation, config.env.resolution)
     most_steps = training_scenes(config).group(0)[0].protocol.max_steps
     initial = initial_on_meta(config)
     print("\n".join([*placement_lines(config), *batch_lines(config, initial, most_steps), *memory_lines(config, initial)]))

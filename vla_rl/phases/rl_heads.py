@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vla_rl.config import ConfigError
 from vla_rl.phases.rl_config import RlConfig
 from vla_rl.policies.checkpoint import load_policy
@@ -22,6 +24,49 @@ def load_initial(config: RlConfig) -> PolicyModule:
                     "initial_sizes out, or start from another policy"
                 )
     return policy
+
+
+def load_teacher(config: RlConfig, initial: PolicyModule) -> PolicyModule:
+    """The policy that `algorithm.distillation` learns from; its size and what it reads of prompt and state are its own.
+
+    Raises ConfigError where its likelihoods and velocities would be of something else than the initial policy's.
+    """
+    assert config.teacher is not None, "called where there is one"
+    teacher = load_policy(config.teacher)
+    ours, theirs = _meaning(initial), _meaning(teacher)
+    pairs = {name: (ours.get(name), theirs.get(name)) for name in ours | theirs}
+    unlike = [f"{name}: {_shown(own)} and {_shown(other)}" for name, (own, other) in pairs.items() if own != other]
+    unseen = sorted(set(teacher.spec.views) - set(initial.spec.views))
+    if unseen:
+        unlike.append(f"views: the teacher looks at {', '.join(unseen)}, which nobody renders")
+    if config.exploration.method == "flow_noise" and getattr(teacher, "noise_head", None) is None:
+        unlike.append("noise_head: exploration.method is 'flow_noise', and the teacher has none")
+    if unlike:
+        raise ConfigError(
+            f"teacher {config.teacher} cannot score what {config.initial_policy} does; they differ in\n  "
+            + "\n  ".join(unlike)
+            + "\nTake a teacher that was made for the same data and shapes."
+        )
+    return teacher
+
+
+def _meaning(policy: PolicyModule) -> dict[str, Any]:
+    """What a sampled chunk means to a policy."""
+    names = ("denoise_steps", "model_action_dim", "decoding", "action_tokens", "reasoning_tokens", "vocabulary")
+    action = policy.processor.action
+    return {
+        "kind": type(policy).__name__,
+        "chunk_length": policy.spec.chunk_length,
+        "resolution": policy.spec.resolution,
+        "conventions": policy.spec.conventions.to_dict(),
+        **{name: getattr(policy.config, name) for name in names if hasattr(policy.config, name)},
+        "normalised action, offset": action.offset.tolist(),
+        "normalised action, scale": action.inverse_scale.tolist(),
+    }
+
+
+def _shown(value: Any) -> Any:
+    return [round(number, 4) for number in value] if isinstance(value, list) else value
 
 
 def with_heads(config: RlConfig, initial: PolicyModule) -> PolicyModule:

@@ -24,11 +24,11 @@ from vla_rl.episode import Episode
 from vla_rl.phases.rl_batches import Advantages, RowScalars, TrainingRows, episodes_to_hold, rank_of_rows, training_rows
 from vla_rl.phases.rl_cloning import CloningStream, open_cloning
 from vla_rl.phases.rl_config import RlConfig
-from vla_rl.phases.rl_heads import load_initial, with_heads
+from vla_rl.phases.rl_heads import load_initial, load_teacher, with_heads
 from vla_rl.phases.rl_rollout import Rollout
 from vla_rl.phases.rl_update import CRITIC, Learner, Scores, kl_penalty, make_targets, measure_gradient_noise, score, update
 from vla_rl.policies.accelerate import round_weights
-from vla_rl.policies.checkpoint import load_policy, save_policy
+from vla_rl.policies.checkpoint import save_policy
 from vla_rl.policies.module import PolicyModule
 from vla_rl.telemetry.spans import span
 from vla_rl.weights.transport import CollectiveAddress, Sender, Transport
@@ -165,7 +165,7 @@ def open_learner(config: RlConfig, world: World) -> tuple[Learner, CloningStream
         rollout_rows=config.rollout_rows,
         same_kernels=config.vllm is None and config.sglang is None,
         reference=_frozen(config, world, with_heads(config, initial)) if config.algorithm.kl.kind != "none" else None,
-        teacher=_frozen(config, world, load_policy(config.teacher)) if config.teacher is not None else None,
+        teacher=_frozen(config, world, load_teacher(config, initial)) if config.teacher is not None else None,
         next_samples=cloning.next_samples if cloning is not None else None,
     )
     return learner, cloning

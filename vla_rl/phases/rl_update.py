@@ -86,7 +86,7 @@ def score(learner: Learner, rows: TrainingRows, policy: PolicyModule | None) -> 
     world, outputs = learner.engine.world, list[ScoredTransitions]()
     dealt = rank_batches(torch.arange(len(rows)), rows.rank_B, world.size, learner.algorithm.micro_batch_size_per_rank)
     for index_W in dealt.row_RSW[world.rank]:
-        batch = learner.policy.preprocess([rows.observations[row] for row in index_W.tolist()])
+        batch = (policy or learner.policy).preprocess([rows.observations[row] for row in index_W.tolist()])
         record = rows.record.select(index_W).to(world.device)
         if policy is None:
             outputs.append(learner.engine.infer(lambda own, b=batch, r=record: own.log_prob(b, r, learner.exploration)))
@@ -166,7 +166,7 @@ def update(learner: Learner, targets: Targets, step: int, fresh: bool) -> dict[s
                 learner.engine.take_gradient()
                 stopped = True
                 break
-            results.append({"loss": result.loss, **result.metrics, **_clone(learner, kl), **_step(learner, step)})
+            results.append({"loss": result.loss, **result.metrics, **_clone(learner, step, kl), **_step(learner, step)})
         if stopped:
             break
     return _averaged(results) | {
@@ -219,13 +219,13 @@ def _gradient(learner: Learner, targets: Targets, row_B: Tensor, step: int, gaps
     return engine.forward_backward(micro_batches, loss, lambda micro: micro.weights.count())
 
 
-def _clone(learner: Learner, kl: float) -> dict[str, float]:
+def _clone(learner: Learner, step: int, kl: float) -> dict[str, float]:
     """Add the gradient of behaviour cloning to the one that is accumulated; each rank takes its share of the samples."""
-    cloning = learner.algorithm.cloning
+    cloning, policy_coefficient = learner.algorithm.cloning, learner.algorithm.policy_coefficient(step)
     if learner.next_samples is None:
         return {}
     samples, seeds = learner.next_samples()
-    weight = cloning_coefficient(cloning.coefficient, kl, cloning.full_at_kl)
+    weight = policy_coefficient * cloning_coefficient(cloning.coefficient, kl, cloning.full_at_kl)
     if not weight:
         return {"cloning_weight": 0.0}
     size, world = learner.algorithm.micro_batch_size_per_rank, learner.engine.world

@@ -24,7 +24,7 @@ from vla_rl.engine.config import EngineConfig
 from vla_rl.engine.engine import Engine, LossResult, StepResult
 from vla_rl.engine.world import World, close_world, open_world
 from vla_rl.phases.action_tokenizer import tokenizer_folder
-from vla_rl.phases.evaluation import EvaluationConfig, evaluate_checkpoint
+from vla_rl.phases.evaluation import EvaluationConfig, check_evaluation, evaluate_checkpoint
 from vla_rl.phases.interrupt import INTERRUPTED, Interrupt
 from vla_rl.phases.loggers import LoggerConfig, MetricLog, owes_evaluation
 from vla_rl.phases.progress import UpdateProgress
@@ -182,6 +182,7 @@ def _prepare(config: SftConfig, stack: ExitStack) -> _Training:
     world.barrier()
     dataset, validation = open_datasets(config.data)
     policy = _make_policy(config, dataset, run, world)
+    check_evaluation(config.evaluation, policy.spec.resolution)
     if config.noise_draws > 1 and not isinstance(policy, FlowPolicy):
         raise ConfigError(f"noise_draws is {config.noise_draws}, but a {policy.config.family!r} policy denoises nothing; set it to 1")
     engine = Engine(policy, config.engine, config.updates, world)

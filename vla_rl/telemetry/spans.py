@@ -159,6 +159,22 @@ class SpanTotals:
         self._seconds.clear()
 
 
+def as_leaf(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """The rows with every span `name` taken whole: a leaf, without what ran inside it in its thread."""
+    rows = list(rows)
+    whole = [row for row in rows if row["name"] == name]
+
+    def is_part(row: Mapping[str, Any]) -> bool:
+        return any(
+            (row["pid"], row["thread"]) == (one["pid"], one["thread"])
+            and row["depth"] > one["depth"]
+            and one["start"] <= row["start"] <= one["start"] + one["s"]
+            for one in whole
+        )
+
+    return [{**row, "leaf": True} if row["name"] == name else row for row in rows if not is_part(row)]
+
+
 def leaf_shares(rows: Iterable[Mapping[str, Any]], root: str) -> dict[str, float]:
     """Share of the `root` spans' wall time by leaf name, largest first, with `unaccounted` (all sums to 1).
 

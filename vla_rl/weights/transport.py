@@ -176,7 +176,7 @@ class StandbyReceiver:
     def __init__(self, address: CollectiveAddress, policy: nn.Module, worker: int, acted_with: int | None) -> None:
         self.version = -1 if acted_with is None else acted_with
         self._lock = threading.Lock()
-        self._standby = copy.deepcopy(policy)
+        self._standby, self._is_whole = copy.deepcopy(policy), True
         before = -1 if acted_with is None else acted_with - 1  # after a reconnect the trainer sends again what we may hold already
         self._receiver = CollectiveReceiver(
             self._standby, address.store(), worker + 1, address.workers, address.backend, before, deadline_s=JOIN_S
@@ -185,13 +185,17 @@ class StandbyReceiver:
     def receive(self) -> None:
         """See `Receiver.receive`; runs beside a rollout."""
         with self._lock:
+            self._is_whole = False
             self._receiver.pull(self._standby)
+            self._is_whole = True
 
     def pull(self, policy: nn.Module, verify: bool = False) -> int:
         """See `Receiver.pull`."""
         with self._lock, torch.no_grad():
             if self._receiver.version < 0:
                 raise WeightSyncError("weights were pulled before the first push; push before any policy acts")
+            if not self._is_whole:
+                raise WeightSyncError(f"the push after version {self._receiver.version} broke off: connect again")
             own = held_weights(policy)
             for name, tensor in held_weights(self._standby).items():
                 own[name].copy_(tensor)
