@@ -50,6 +50,11 @@ def test_a_partial_batch_is_kept_where_the_budget_ends():
     assert plan.counts["missing"] == 1
 
 
+def test_the_most_groups_are_not_lost_to_the_rounding_of_a_float() -> None:
+    """100 times 1.15 is 114.99999999999999 in floating point."""
+    assert plan_sampling([EASY] * 100, 100, GroupFilter(rejected="refill", max_groups_factor=1.15)).issue == 115
+
+
 def test_mask_and_drop_do_not_refill():
     verdicts = [EASY, KEPT, HARD, KEPT]
     mask = plan_sampling(verdicts, 4, GroupFilter(rejected="mask"))

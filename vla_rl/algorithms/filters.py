@@ -92,7 +92,7 @@ def plan_sampling(verdicts: Sequence[Verdict | None], wanted: int, group_filter:
     rejected = tuple(index for index, verdict in enumerate(verdicts) if verdict not in (None, Verdict.KEPT))
     issue = wanted
     if group_filter.rejected == "refill":
-        issue = min(wanted + len(rejected), int(wanted * group_filter.max_groups_factor))
+        issue = min(wanted + len(rejected), int(round(wanted * group_filter.max_groups_factor, 6)))  # 100 times 1.15 is 115
     masked = rejected if group_filter.rejected == "mask" else ()
     counts = {verdict.value: ended.count(verdict) for verdict in Verdict} | {"missing": wanted - len(kept)}
     return SamplingPlan(
