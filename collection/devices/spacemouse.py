@@ -10,7 +10,7 @@ from vla_rl.collection.devices.polled import PolledDevice, RawInput
 from vla_rl.errors import UserError
 
 POLL_HZ = 100.0
-"""The device reports up to 100 times a second; a slower reader would see old values."""
+"""How often all reports are taken that have come (1/s)."""
 
 
 class DeviceMissing(UserError):
@@ -30,7 +30,23 @@ def open_spacemouse(shaping: Shaping) -> PolledDevice:
             f"no SpaceMouse: {error} Plug it in, install libhidapi, and let this user read /dev/hidraw* (a udev rule)"
         ) from error
     buttons = _Buttons()
-    return PolledDevice(lambda: buttons.input_of(mouse.read()), shaping, POLL_HZ, mouse.close)
+    return PolledDevice(lambda: _take_reports(mouse, buttons), shaping, POLL_HZ, mouse.close)
+
+
+def _take_reports(mouse: Any, buttons: _Buttons) -> RawInput:
+    """What the reports say that have come since the last time.
+
+    The package takes one at a time, and a mouse sends more than a hundred a second (those of pushing and of turning apart): one at a poll
+    would show what the hand did half a second ago.
+    """
+    state, taken_s = mouse.read(), None
+    heard = [buttons.input_of(state)]
+    while state.t != taken_s:  # the time of the last report: the same again, and there is no more
+        taken_s = state.t
+        state = mouse.read()
+        heard.append(buttons.input_of(state))
+    events = [event for one in heard for event in one.events]
+    return RawInput(heard[-1].raw_6, toggles_gripper=sum(one.toggles_gripper for one in heard) % 2 == 1, events=events)
 
 
 class _Buttons:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import struct
 import sys
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vla_rl.collection.devices import spacemouse
 from vla_rl.collection.devices.base import CLOSED, OPEN, Event, Shaping
 from vla_rl.collection.devices.browser import SILENCE_S, BrowserDevice
 from vla_rl.collection.devices.lerobot_teleoperator import _Adapter, make_teleoperator
@@ -135,7 +141,7 @@ def test_lerobots_teleoperators_by_name() -> None:
 
 def test_spacemouse_axes_and_buttons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pushed away from the person, the arm goes away from the camera. The hardware is played, in pyspacemouse 2.1's own terms."""
-    state = SimpleNamespace(x=0.25, y=1.0, z=0.5, roll=0.0, pitch=0.0, yaw=-1.0, buttons=[1, 0])
+    state = SimpleNamespace(t=0.0, x=0.25, y=1.0, z=0.5, roll=0.0, pitch=0.0, yaw=-1.0, buttons=[1, 0])
     package: Any = ModuleType("pyspacemouse")
     package.AxisConvention = SimpleNamespace(HID_Z_UP="hid_z_up")
     closed, reads = threading.Event(), threading.Semaphore(0)
@@ -167,6 +173,112 @@ def test_spacemouse_axes_and_buttons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyspacemouse", None)
     with pytest.raises(DeviceMissing, match=r"pip install 'vla-rl\[spacemouse\]'"):
         open_spacemouse(PLAIN)
+
+
+class Hid:
+    """The HID interface of a SpaceMouse Compact, as `easyhid` has it: reports wait until they are read, oldest first."""
+
+    vendor_id, product_id, release_number = 0x256F, 0xC635, 1
+    product_string, manufacturer_string, serial_number, path = "SpaceMouse Compact", "3Dconnexion", "", "/dev/hidraw0"
+
+    def __init__(self) -> None:
+        self.reports: deque[bytes] = deque()
+        self.is_read_empty, self.is_unplugged = threading.Event(), False
+
+    def push(self, *axes_3: int) -> None:
+        """Right, towards the person, down: up to 350 each."""
+        self.reports.append(struct.pack("<B3h", 1, *axes_3))
+
+    def turn(self, *axes_3: int) -> None:
+        """Around the same axes."""
+        self.reports.append(struct.pack("<B3h", 2, *axes_3))
+
+    def press(self, bits: int) -> None:
+        """Bit 0 is the left button, bit 1 the right one."""
+        self.reports.append(struct.pack("<BB", 3, bits))
+
+    def read(self, size: int) -> bytearray:
+        if self.is_unplugged:
+            raise OSError("Failed to read from HID device: -1")
+        if self.reports:
+            return bytearray(self.reports.popleft().ljust(size, b"\0"))
+        self.is_read_empty.set()
+        return bytearray()
+
+    def set_nonblocking(self, wanted: bool) -> None:
+        assert wanted
+
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def hid(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hid]:
+    """The HID interface of the one device of this machine, beneath the real pyspacemouse."""
+    device, easyhid = Hid(), ModuleType("easyhid")
+    for name, value in {"Enumeration": lambda: SimpleNamespace(find=lambda: [device]), "HIDException": OSError, "HIDDevice": Hid}.items():
+        setattr(easyhid, name, value)
+    monkeypatch.setitem(sys.modules, "easyhid", easyhid)
+    _forget_pyspacemouse()
+    yield device
+    _forget_pyspacemouse()
+
+
+def _forget_pyspacemouse() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyspacemouse"]:
+        del sys.modules[name]
+
+
+def _read_all(hid: Hid, device: PolledDevice) -> list[float]:
+    """The action after all reports were heard: a poll finds nothing at most twice, so the fourth time is of a later one."""
+    for _ in range(4):
+        hid.is_read_empty.clear()
+        assert hid.is_read_empty.wait(10)
+    assert not hid.reports
+    return device.read(0, SEEN).action_A.tolist()
+
+
+@pytest.mark.parametrize(
+    ("push", "turn", "twist"),
+    [
+        ((0, -350, 0), (0, 0, 0), [-1, 0, 0, 0, 0, 0]),
+        ((350, 0, 0), (0, 0, 0), [0, 1, 0, 0, 0, 0]),
+        ((0, 0, -350), (0, 0, 0), [0, 0, 1, 0, 0, 0]),
+        ((0, 0, 0), (0, -350, 0), [0, 0, 0, -1, 0, 0]),
+        ((0, 0, 0), (350, 0, 0), [0, 0, 0, 0, 1, 0]),
+        ((0, 0, 0), (0, 0, -350), [0, 0, 0, 0, 0, 1]),
+    ],
+    ids=["away", "right", "up", "around away", "around right", "around up"],
+)
+def test_reports_of_a_spacemouse_become_a_twist_of_the_arm(
+    hid: Hid, push: tuple[int, ...], turn: tuple[int, ...], twist: list[float]
+) -> None:
+    """From raw HID reports through the real pyspacemouse: the arm goes where the hand does, seen by a camera that faces the robot, and
+    turns around the same directions."""
+    with closing(open_spacemouse(PLAIN)) as device:
+        hid.push(*push)
+        hid.turn(*turn)
+        assert _read_all(hid, device) == [*map(float, twist), OPEN]
+
+
+def test_a_spacemouse_that_sends_faster_than_it_is_polled_is_not_seen_late(hid: Hid) -> None:
+    """One poll takes all reports, and hears what the buttons did in between."""
+    package = importlib.import_module("pyspacemouse")
+    mouse, buttons = package.open(axis_convention=package.AxisConvention.HID_Z_UP), spacemouse._Buttons()
+    for step in range(1, 41):
+        hid.push(0, 0, -step)
+        hid.turn(0, 0, 0)
+    for bits in (1, 0, 2, 0):
+        hid.press(bits)
+    hid.push(350, 0, 0)
+    heard = spacemouse._take_reports(mouse, buttons)
+    assert not hid.reports
+    assert list(heard.raw_6) == [0, 1, 0, 0, 0, 0] and heard.toggles_gripper and list(heard.events) == [Event.CONTROL]
+    rest = spacemouse._take_reports(mouse, buttons)
+    assert (rest.raw_6, rest.toggles_gripper, list(rest.events)) == (heard.raw_6, False, [])
+    hid.is_unplugged = True
+    with pytest.raises(OSError, match="Failed to read from HID"):
+        spacemouse._take_reports(mouse, buttons)
 
 
 def test_switching_lengths_are_in_range_and_depend_on_the_spec() -> None:
