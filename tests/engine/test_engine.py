@@ -177,6 +177,19 @@ def test_adapter_names_that_match_nothing_are_named(world: World) -> None:
         make(world, trainable="lora", lora=LoraSettings(target_modules=("up_prj",)))
 
 
+def test_adapters_begin_with_weights_of_the_seed_alone(world: World) -> None:
+    """So that a run started again is the same run, whatever was drawn before."""
+    config = EngineConfig(trainable="lora", lora=LoraSettings(rank=2, target_modules=("up_proj",)))
+
+    def first_weights(seed: int) -> torch.Tensor:
+        torch.rand(1)  # what was drawn before does not matter
+        engine = Engine(TinyPolicy(), config, 8, world, seed=seed)
+        return torch.cat([full_tensor(weight).flatten() for name, weight in engine.trainable().items() if "lora_A" in name])
+
+    assert torch.equal(first_weights(3), first_weights(3))
+    assert not torch.equal(first_weights(3), first_weights(4))
+
+
 @pytest.mark.parametrize("shard_by", ["blocks", "root"])
 def test_recomputation_gives_the_same_gradient_bit_for_bit(world: World, shard_by: str) -> None:
     kept, recomputed = make(world, shard_by=shard_by), make(world, shard_by=shard_by, activation_checkpointing=True)

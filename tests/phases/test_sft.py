@@ -24,7 +24,7 @@ from vla_rl.conventions import ConventionMismatch
 from vla_rl.datasets.loader import DataConfig, open_datasets
 from vla_rl.datasets.schema import DatasetError
 from vla_rl.engine import checkpoint
-from vla_rl.engine.config import EngineConfig
+from vla_rl.engine.config import EngineConfig, LoraSettings
 from vla_rl.engine.engine import EngineError
 from vla_rl.phases import sft
 from vla_rl.phases.evaluation import EvaluationConfig
@@ -34,6 +34,7 @@ from vla_rl.phases.sft import SftConfig, run_sft
 from vla_rl.phases.sft_batches import noise_seeds
 from vla_rl.policies.blocks.config import TransformerConfig, VisionConfig
 from vla_rl.policies.checkpoint import OWN_FILE, load_policy
+from vla_rl.policies.critic import CriticConfig
 from vla_rl.policies.pi0.config import Pi0Config
 from vla_rl.sim.base import EnvConfig
 from vla_rl.sim.pool import PoolConfig
@@ -290,6 +291,24 @@ def test_training_that_diverges_ends_with_a_remedy_and_no_traceback(
     path.write_text(yaml.safe_dump(to_plain(replace(recipe, updates=40))))
     assert main(["sft", str(path), "--engine.lr", "1e36"]) == 2
     assert "start again in a new run_dir with a lower engine.lr" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unread", ["adapters", "critic"])
+def test_a_run_with_parameters_that_no_loss_reaches_is_bit_equal_over_a_resume(
+    recipe: SftConfig, straight: SftConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unread: str
+) -> None:
+    """Nothing reads the last layer of pi0's language model, nor its adapters; nor in SFT its critic."""
+    changes: dict[str, Any] = {"policy": replace(POLICY, critic=CriticConfig())}
+    if unread == "adapters":
+        engine = replace(recipe.engine, trainable="lora", lora=LoraSettings(rank=2))
+        changes = {"engine": engine, "initial_policy": str(Path(straight.run_dir) / "checkpoints" / "last" / "policy")}
+    broken, whole = replace(recipe, **changes), replace(recipe, run_dir=str(tmp_path / "whole"), **changes)
+    with monkeypatch.context() as patch:
+        at_update(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert run_sft(broken) == 130
+    assert run_sft(broken) == run_sft(whole) == 0
+    assert losses(broken) == losses(whole)
+    assert same_weights(broken, whole)
 
 
 def test_a_finished_run_goes_on_where_no_rate_depends_on_its_length(recipe: SftConfig, tmp_path: Path) -> None:

@@ -77,18 +77,24 @@ class Engine:
     """Trains one policy over the ranks of a world; see the module's docstring."""
 
     def __init__(
-        self, policy: nn.Module, config: EngineConfig, total_updates: int, world: World | None = None, groups: Sequence[str] = ()
+        self,
+        policy: nn.Module,
+        config: EngineConfig,
+        total_updates: int,
+        world: World | None = None,
+        groups: Sequence[str] = (),
+        seed: int = 0,
     ) -> None:
         """Select what learns, move to the device, shard, and make the optimizer.
 
-        `groups` are prefixes of parameter names whose learning rate `optim_step` can scale apart.
+        `groups` are prefixes of parameter names whose learning rate `optim_step` can scale apart; `seed` is of the adapters' first weights.
         Every rank passes a policy with equal weights; rank 0's are what counts (they are broadcast).
         Raises EngineConfigError where the policy cannot do what the config asks.
         """
         self.config = config
         self.total_updates = total_updates
         self.world = world or open_world(config.device)
-        select_trainable(policy, config)
+        select_trainable(policy, config, seed)
         policy.to(self.world.device)
         _broadcast(policy, self.world)
         shard(policy, config, self.world)

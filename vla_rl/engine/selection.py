@@ -34,15 +34,16 @@ class HasHeads(Protocol):
         ...
 
 
-def select_trainable(policy: nn.Module, config: EngineConfig) -> None:
-    """Freeze what shall not learn (in place), and insert adapters for `lora`; heads learn beside these.
+def select_trainable(policy: nn.Module, config: EngineConfig, seed: int = 0) -> None:
+    """Freeze what shall not learn (in place), and insert adapters for `lora`, whose first weights depend on `seed` alone; heads learn
+    beside these.
 
     Raises EngineConfigError where the policy has no expert, or no layer that an adapter name matches.
     """
     if config.trainable == "expert":
         _train_only(policy, _expert_names(policy))
     elif config.trainable == "lora":
-        _insert_adapters(policy, config.lora)
+        _insert_adapters(policy, config.lora, seed)
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         raise EngineConfigError(f"engine.trainable {config.trainable!r} leaves no parameter of {type(policy).__name__} to train")
 
@@ -86,13 +87,15 @@ def _train_only(policy: nn.Module, names: set[str]) -> None:
         parameter.requires_grad_(name in names)
 
 
-def _insert_adapters(policy: nn.Module, settings: LoraSettings) -> None:
+def _insert_adapters(policy: nn.Module, settings: LoraSettings, seed: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     _check_targets(policy, settings.target_modules)
     policy.requires_grad_(False)
     lora = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.target_modules), lora_dropout=0.0)  # pyright: ignore[reportArgumentType]
-    inject_adapter_in_model(lora, policy, adapter_name=ADAPTER)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(lora, policy, adapter_name=ADAPTER)
     heads = set(policy.head_names()) if isinstance(policy, HasHeads) else set[str]()
     for name, parameter in policy.named_parameters():
         if name in heads:

@@ -158,7 +158,7 @@ def open_learner(config: RlConfig, world: World) -> tuple[Learner, CloningStream
     initial = load_initial(config)
     cloning = open_cloning(config, initial) if config.demonstrations is not None else None
     learner = Learner(
-        engine=Engine(with_heads(config, initial), config.engine, config.steps, world, groups=(CRITIC,)),
+        engine=Engine(with_heads(config, initial), config.engine, config.steps, world, (CRITIC,), config.seed),
         algorithm=config.algorithm,
         exploration=config.exploration,
         seed=config.seed,

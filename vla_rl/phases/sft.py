@@ -185,7 +185,7 @@ def _prepare(config: SftConfig, stack: ExitStack) -> _Training:
     check_evaluation(config.evaluation, policy.spec.resolution)
     if config.noise_draws > 1 and not isinstance(policy, FlowPolicy):
         raise ConfigError(f"noise_draws is {config.noise_draws}, but a {policy.config.family!r} policy denoises nothing; set it to 1")
-    engine = Engine(policy, config.engine, config.updates, world)
+    engine = Engine(policy, config.engine, config.updates, world, seed=config.seed)
     loader = _make_loader(config, dataset, policy.spec.chunk_length, world)
     held_out = None if validation is None or not config.validate_every else _held_out(config, validation)
     training = _Training(config, world, run, policy, engine, loader, held_out)
