@@ -311,6 +311,13 @@ def test_a_run_with_parameters_that_no_loss_reaches_is_bit_equal_over_a_resume(
     assert same_weights(broken, whole)
 
 
+def test_adapters_of_random_weights_are_refused(recipe: SftConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine\.trainable is 'lora' and initial_policy none: .*; name an initial_policy, or train 'all'"
+    ):
+        replace(recipe, engine=replace(recipe.engine, trainable="lora"))
+
+
 def test_a_finished_run_goes_on_where_no_rate_depends_on_its_length(recipe: SftConfig, tmp_path: Path) -> None:
     """Bit for bit as a run that was as long from the start; with a schedule over the updates it would be another one."""
     constant = replace(recipe, engine=replace(recipe.engine, schedule="constant", warmup_fraction=0.0))

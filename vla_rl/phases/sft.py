@@ -89,6 +89,11 @@ class SftConfig:
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+        if self.engine.trainable == "lora" and self.initial_policy is None:
+            raise ConfigError(
+                "engine.trainable is 'lora' and initial_policy none: adapters learn beside weights that were learned, and a new "
+                "policy's are random (pi0's output layer is 0, so that nothing would be learned); name an initial_policy, or train 'all'"
+            )
         if self.evaluation.every % self.checkpoint_every:
             raise ConfigError(
                 f"evaluation.every is {self.evaluation.every} and checkpoint_every {self.checkpoint_every}: "
