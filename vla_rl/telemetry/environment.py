@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -52,6 +53,8 @@ def _cpu_model() -> str:
 def source_commit() -> str:
     """The commit of the source tree, with `-dirty` if files differ from it, or `not a git checkout`; as it was when this process first
     asked, because that is the code that it runs, whatever is checked out later."""
+    if shutil.which("git") is None:
+        return "unknown: git is not installed"
     root = Path(__file__).resolve().parents[2]
     head = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode:
