@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -91,8 +91,18 @@ def test_bad_recipes_name_the_key_and_write_no_result(
     assert not (tmp_path / "x" / "episodes.jsonl").exists()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C works as in a terminal: a shell starts what it runs in the background with SIGINT ignored, these tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("swallowed", [False, True])
-def test_ctrl_c_is_one_clear_line(swallowed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_is_one_clear_line(
+    swallowed: bool, interruptible: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also inside an import that guards itself against everything, and then fails."""
 
     def report(arguments: Sequence[str]) -> int:
