@@ -229,6 +229,8 @@ def _open_ray(address: str | None) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECTION_S).close()
         ray.init(address=address or "local", include_dashboard=False, log_to_driver=False)
     except OSError as error:  # Ray's ConnectionError is one
+        if address is None:  # a full disk, say: nobody was asked to answer
+            raise
         raise ConfigError(
             f"cluster.ray_address is {address!r}, and no Ray cluster answers there ({error}); start one with `ray start --head` "
             "(docs/cluster.md), or leave ray_address out to run on this machine alone"
