@@ -221,7 +221,10 @@ def _in_a_line(error: Exception) -> str:
 
 
 def _open_ray(address: str | None) -> None:
-    """Connect to a cluster, or start Ray here. Raises ConfigError where no cluster answers: Ray itself would try for minutes, and exit."""
+    """Connect to a cluster, or start Ray here.
+
+    Raises ConfigError where no cluster answers (Ray itself would try for minutes, and exit), OSError where Ray cannot start here.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report to its makers
     try:
         if address not in (None, "auto"):
